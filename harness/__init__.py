@@ -1,0 +1,1 @@
+"""The harness: configs, references, error measures, checks, devices, baselines, one evaluator."""
