@@ -155,11 +155,11 @@ def _scalar_name(attribute: Attribute) -> str:
 def _type(attribute: Attribute) -> MemRef | str:
     if not isinstance(attribute, builtin.MemRefType):
         return _scalar_name(attribute)
-    shape = tuple(None if size == -1 else size for size in attribute.get_shape())
+    shape = tuple(None if size < 0 else size for size in attribute.get_shape())
     layout = attribute.layout
     strides: tuple[int | None, ...] | None = None
     if isinstance(layout, builtin.StridedLayoutAttr):
-        strides = tuple(s.data if isinstance(s, builtin.IntAttr) else None for s in layout.strides.data)
+        strides = tuple(s.data if isinstance(s, builtin.IntAttr) and s.data != DYNAMIC else None for s in layout.strides.data)
     elif not isinstance(layout, builtin.NoneAttr):
         raise UnknownOpError(f"memref layout {layout}")
     space = _plain(attribute.memory_space) if not isinstance(attribute.memory_space, builtin.NoneAttr) else "gm"

@@ -73,7 +73,7 @@ def mmad(op: Op) -> Kernel:
     return run
 
 
-def k_parts(a: MemRef | Value, m0: int, n0: int, k: int, itemsize: int) -> tuple[list[int], bool]:
+def k_parts(m0: int, n0: int, k: int, itemsize: int) -> tuple[list[int], bool]:
     """The k sizes of the macro's loop and whether it uses both halves of L0A and L0B:
     k_part = floor(32 KB / itemsize / max(m0, n0) to 16) to 16; one 64 KB buffer when that
     is 0 (AscendNPU-IR, lib/Template/lib/Cube/LocalMmad.cpp). m0 and n0 are the rows and

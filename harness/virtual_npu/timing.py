@@ -1,0 +1,915 @@
+"""Timing mode: predicts the cycles of a launch without touching data.
+
+Pipes are in order, so an instruction starts when its pipe is free, the scalar unit has
+issued it and the flags it waits for are up: the maximum of times that are all known when
+the program is walked in order. Each core becomes a Python function over the time of its
+pipes; flags carry times. What another core has not reached yet is waited for by a yield.
+
+Cost of a run: control flow of these kernels does not depend on data, so only scalars that
+steer it are computed; the rest of the scalar code is counted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .costs import Costs
+from .driver import KernelRun, State
+from .errors import DeadlockError, LaunchError, UnknownOpError
+from .hivm import DYNAMIC, Function, MemRef, Op, Region, Value
+from .lower import AFFINE, Lowering, is_pure
+from .memory import DTYPES
+from .ops import lookup
+from .program import Program
+from .scalars import HELPERS
+from .values import BLOCK_FLAGS, EVENTS, FLAGS, block_flag_text, event_text, flag_base, pipe_name
+
+PIPE_TIMES = {"V": "tV", "MTE1": "t1", "MTE2": "t2", "MTE3": "t3", "M": "tM", "FIX": "tF", "S": "s"}
+# The profiler's names of the pipes (msprof: aic_* on the cube core, aiv_* on a vector core).
+PROFILER_NAMES = {
+    "AIC": {"M": "aic_mac", "MTE1": "aic_mte1", "MTE2": "aic_mte2", "FIX": "aic_fixpipe", "S": "aic_scalar"},
+    "AIV": {"V": "aiv_vec", "MTE2": "aiv_mte2", "MTE3": "aiv_mte3", "S": "aiv_scalar"},
+}
+_TRANSFERS = {
+    "hivm.hir.load": ("gm_to_ub", "MTE2"),
+    "hivm.hir.store": ("ub_to_gm", "MTE3"),
+    "hivm.hir.nd2nz": ("gm_to_l1", "MTE2"),
+}
+Dim = int | str
+
+
+@dataclass
+class Step:
+    """What one execution of an op adds: busy cycles of a pipe, bytes moved, multiply time."""
+
+    op: Op
+    pipe: str
+    cycles: float = 0.0
+    read_bytes: float = 0.0
+    write_bytes: float = 0.0
+    argument: int | None = None
+    mac_cycles: float = 0.0
+
+
+@dataclass
+class Count:
+    """Steps that run together, once for each execution of a straight piece of code."""
+
+    steps: list[Step] = field(default_factory=list)
+
+
+class TimingLowering(Lowering):
+    """Writes the timing Python of a function.
+
+    Stretch factors are run-time parameters: `kl` of the time that bytes take through L2,
+    `ka[i]` of reads from argument i (its share that comes from HBM).
+    """
+
+    def __init__(self, function: Function, costs: Costs) -> None:
+        super().__init__(function)
+        self.costs = costs
+        self.flag_cycles = costs.constants["sync"]["flag_cycles"]
+        self.cross = costs.constants["sync"]["cross_core_cycles"]
+        self.issue = costs.constants["scalar"]["issue_cycles"]
+        self.op_cycles = costs.constants["scalar"]["op_cycles"]
+        self.counts: list[Count] = []
+        self.current: Count | None = None
+        self.pending_scalar = 0.0
+        self.dynamic: list[Step] = []
+        self.functions: dict[str, Any] = {}
+        self.carriers = self._carriers()
+        self.needed = self._needed()
+
+    # What steers control flow or costs.
+
+    def _carriers(self) -> dict[Value, list[Value]]:
+        """For each value that control flow passes on: the values it may come from."""
+        sources: dict[Value, list[Value]] = {}
+
+        def link(targets: list[Value], values: list[Value]) -> None:
+            for target, value in zip(targets, values, strict=True):
+                sources.setdefault(target, []).append(value)
+
+        for op in self.function.walk():
+            if op.name == "scf.for":
+                body = op.regions[0]
+                link(body.args[1:], op.operands[3:])
+                link(body.args[1:], body.ops[-1].operands)
+                link(op.results, body.args[1:])
+            elif op.name == "scf.if":
+                for region in op.regions:
+                    if region.ops and region.ops[-1].name == "scf.yield":
+                        link(op.results, region.ops[-1].operands)
+            elif op.name == "scf.while":
+                before, after = op.regions
+                link(before.args, op.operands)
+                link(op.results, before.ops[-1].operands[1:])
+                link(after.args, before.ops[-1].operands[1:])
+                link(before.args, after.ops[-1].operands)
+        return sources
+
+    def _roots(self) -> Iterable[Value]:
+        for op in self.function.walk():
+            if op.name == "scf.for":
+                yield from op.operands[:3]
+            elif op.name in ("scf.if", "scf.condition"):
+                yield op.operands[0]
+            elif op.name in ("hivm.hir.set_flag", "hivm.hir.wait_flag"):
+                yield from op.operands
+            elif op.name in ("hivm.hir.sync_block_set", "hivm.hir.sync_block_wait"):
+                if "static_flag_id" not in op.attrs:
+                    yield op.operands[0]
+            elif op.name == "hivm.hir.mmadL1":
+                yield from op.operands[3:6]
+                yield from op.operands[7:14]
+            elif not is_pure(op) and op.name.startswith("hivm.hir.") and op.results == []:
+                for operand in op.operands:
+                    if isinstance(operand.type, MemRef):
+                        yield from self._dynamic_dims(operand)
+
+    def _needed(self) -> set[Value]:
+        needed: set[Value] = set()
+        todo = list(self._roots())
+        while todo:
+            value = todo.pop()
+            if value in needed:
+                continue
+            needed.add(value)
+            todo += self.carriers.get(value, [])
+            op = self.definitions.get(value)
+            if op is not None and (is_pure(op) or op.name == "memref.load"):
+                if isinstance(value.type, MemRef):
+                    continue
+                todo += [v for v in op.operands if not isinstance(v.type, MemRef)]
+        return needed
+
+    def wanted(self, value: Value) -> bool:
+        return value in self.needed and not isinstance(value.type, MemRef)
+
+    def dims(self, value: Value) -> list[Value | int]:
+        """The sizes of a memref: static, or the value that gives it."""
+        kind = value.type
+        assert isinstance(kind, MemRef)
+        if None not in kind.shape:
+            return [dim for dim in kind.shape if dim is not None]
+        op = self.definitions.get(value)
+        if op is None:
+            sources = self.carriers.get(value, [])
+            if sources:
+                return self.dims(sources[0])
+            raise UnknownOpError(f"{self.function.name}: a memref of unknown size {kind}")
+        if op.name in ("memref.cast", "memref.memory_space_cast", "hivm.hir.bitcast"):
+            return self.dims(op.operands[0])
+        if op.name == "arith.select":
+            return self.dims(op.operands[1])
+        if op.name in ("memref.subview", "memref.reinterpret_cast"):
+            _, _, sizes, _ = op.segments()
+            rest = iter(sizes)
+            found: list[Value | int] = [next(rest) if s == DYNAMIC else s for s in op.attrs["static_sizes"]]
+            while len(found) > len(kind.shape):
+                found.remove(1)
+            return found
+        if op.name == "memref.collapse_shape":
+            inner = self.dims(op.operands[0])
+            out: list[Value | int] = []
+            for group in op.attrs["reassociation"]:
+                members = [inner[i] for i in group]
+                values = [m for m in members if isinstance(m, Value)]
+                product = math.prod(m for m in members if isinstance(m, int))
+                if not values:
+                    out.append(product)
+                elif len(values) == 1 and product == 1:
+                    out.append(values[0])
+                else:
+                    raise UnknownOpError(f"{op}: a dynamic size times {product}")
+            return out
+        if op.name == "memref.expand_shape":
+            _, sizes = op.operands[0], iter(op.operands[1:])
+            return [next(sizes) if s == DYNAMIC else s for s in op.attrs["static_output_shape"]]
+        raise UnknownOpError(f"{op}: the size of its result is not known")
+
+    def _dynamic_dims(self, value: Value) -> list[Value]:
+        kind = value.type
+        if not isinstance(kind, MemRef) or None not in kind.shape:
+            return []
+        return [dim for dim in self.dims(value) if isinstance(dim, Value)]
+
+    def argument(self, value: Value) -> int | None:
+        """The function argument that a global-memory memref is a window of."""
+        for _ in range(100):
+            if value in self.function.args:
+                return self.function.args.index(value)
+            op = self.definitions.get(value)
+            if op is not None:
+                value = op.operands[1] if op.name == "arith.select" else op.operands[0]
+            elif value in self.carriers:
+                value = self.carriers[value][0]
+            else:
+                return None
+        return None
+
+    # Text.
+
+    def parameters(self) -> str:
+        names = [arg.name for arg in self.function.args]
+        return ", ".join(["core", "block", "blocks", "sub", "kl", "ka", *names])
+
+    def prologue(self) -> Iterable[str]:
+        yield "s = core.start"
+        yield "tV = t1 = t2 = t3 = tM = tF = s"
+        yield "flags = core.flags"
+        yield "rx = core.received"
+        yield "tx = core.targets"
+        yield "n = core.counts"
+        yield "d = core.dynamic"
+        yield "cross_wait = 0.0"
+
+    def epilogue(self) -> Iterable[str]:
+        yield "core.finish(max(s, tV, t1, t2, t3, tM, tF), cross_wait)"
+
+    def view(self, op: Op) -> str:
+        return "None"
+
+    def block(self, region: Region, indent: int) -> None:
+        self._begin(indent)
+        for op in region.ops:
+            if op.regions:
+                self._flush(indent)
+                before = self.current
+                single = Region(region.args, [op])
+                super().block(single, indent)
+                self.current = before
+                continue
+            super().block(Region(region.args, [op]), indent)
+            if is_pure(op) and op not in self.hoisted and not isinstance(op.results[0].type, MemRef):
+                # A cast between integer widths is free, an affine map is a few instructions.
+                if op.name in AFFINE:
+                    self.pending_scalar += 2 * self.op_cycles
+                elif not op.name.startswith(("arith.index_cast", "arith.ext")):
+                    self.pending_scalar += self.op_cycles
+        self._flush(indent)
+
+    def _begin(self, indent: int) -> None:
+        self.counts.append(Count())
+        self.current = self.counts[-1]
+        self.emit(indent, f"n[{len(self.counts) - 1}] += 1")
+
+    def _flush(self, indent: int) -> None:
+        if self.pending_scalar:
+            self.emit(indent, f"s += {self.pending_scalar!r}")
+            assert self.current is not None
+            self.current.steps.append(Step(self.function.body.ops[0], "S", self.pending_scalar))
+            self.pending_scalar = 0.0
+
+    def _step(self, step: Step) -> None:
+        assert self.current is not None
+        self.current.steps.append(step)
+
+    def _sizes(self, op: Op, position: int) -> tuple[list[Dim], bool]:
+        dims = self.dims(op.operands[position])
+        texts: list[Dim] = [self.ref(d) if isinstance(d, Value) else d for d in dims]
+        static = all(isinstance(t, int) or t.lstrip("-").isdigit() for t in texts)
+        return ([int(t) for t in texts] if static else texts), static
+
+    def device(self, op: Op, indent: int) -> None:
+        name = op.name
+        if name == "memref.load":
+            if op.results[0] in self.needed:
+                self.emit(indent, f"core.data_dependent({op.number})", op)
+                self.emit(indent, f"{op.results[0].name} = 0")
+            self.pending_scalar += self.costs.constants["scalar"]["store_cycles"]
+            return
+        if name == "memref.store":
+            self.pending_scalar += self.costs.constants["scalar"]["store_cycles"]
+            return
+        self.pending_scalar += self.issue
+        self._flush(indent)
+        if name == "hivm.hir.set_flag":
+            time = PIPE_TIMES[pipe_name(op.attrs["set_pipe"])]
+            index = event_text(op, self.ref, flag_base(op))
+            later = f"({time} if {time} > s else s)" if time != "s" else "s"
+            self.emit(indent, f"flags[{index}].append({later} + {self.flag_cycles!r})", op)
+        elif name == "hivm.hir.wait_flag":
+            time = PIPE_TIMES[pipe_name(op.attrs["wait_pipe"])]
+            index = event_text(op, self.ref, flag_base(op))
+            self.emit(indent, f"t = flags[{index}].popleft()", op)
+            self.emit(indent, f"if t > {time}: {time} = t")
+        elif name == "hivm.hir.pipe_barrier":
+            self._barrier(op, indent)
+        elif name == "hivm.hir.sync_block_set":
+            time = PIPE_TIMES[pipe_name(op.attrs["tpipe"])]
+            flag = block_flag_text(op, self.ref)
+            self.emit(indent, f"t = ({time} if {time} > s else s) + {self.cross!r}", op)
+            self.emit(indent, f"for q in tx: q[{flag}].append(t)", op)
+        elif name == "hivm.hir.sync_block_wait":
+            flag = block_flag_text(op, self.ref)
+            if self.function.core == "AIC":
+                self.emit(indent, f"while not (rx[0][{flag}] and rx[1][{flag}]): yield {op.number}, {flag}", op)
+                self.emit(indent, f"t = max(rx[0][{flag}].popleft(), rx[1][{flag}].popleft())", op)
+            else:
+                self.emit(indent, f"while not rx[0][{flag}]: yield {op.number}, {flag}", op)
+                self.emit(indent, f"t = rx[0][{flag}].popleft()", op)
+            # On A2 the wait stops the whole scalar issue (pto-isa, wait-flag-dev.md).
+            self.emit(indent, "if t > s: cross_wait += t - s; s = t")
+        elif name == "hivm.hir.mmadL1":
+            self._mmad(op, indent)
+        elif name == "hivm.hir.fixpipe":
+            self._fixpipe(op, indent)
+        elif name in _TRANSFERS:
+            self._transfer(op, indent)
+        else:
+            lookup(op)
+            self._vector(op, indent)
+
+    def _barrier(self, op: Op, indent: int) -> None:
+        pipe = pipe_name(op.attrs["pipe"])
+        if pipe == "ALL":
+            self.emit(indent, "s = tV = t1 = t2 = t3 = tM = tF = max(s, tV, t1, t2, t3, tM, tF)", op)
+        elif pipe == "V":
+            self.emit(indent, f"tV = (tV if tV > s else s) + {self.costs.barrier!r}", op)
+            self._step(Step(op, "V", self.costs.barrier))
+        elif pipe == "M":
+            cycles = self.costs.constants["cube"]["barrier_cycles"]
+            self.emit(indent, f"tM = (tM if tM > s else s) + {cycles!r}", op)
+            self._step(Step(op, "M", cycles))
+
+    def _vector(self, op: Op, indent: int) -> None:
+        shapes, static = [], True
+        for position, operand in enumerate(op.operands):
+            if isinstance(operand.type, MemRef):
+                dims, fixed = self._sizes(op, position)
+                shapes.append(dims)
+                static = static and fixed
+            else:
+                shapes.append(None)
+        if static:
+            cost = self.costs.vector(op, shapes)  # type: ignore[arg-type]
+            cycles, scalar = cost.vector, cost.scalar
+            self._step(Step(op, "V", cycles))
+            if scalar:
+                self._step(Step(op, "S", scalar))
+                self._round_trip(op, indent, repr(scalar))
+            if cycles:
+                self.emit(indent, f"tV = (tV if tV > s else s) + {cycles!r}", op)
+            return
+        name = f"c{op.number}"
+        costs = self.costs
+
+        def cost_of(*sizes: Any) -> Any:
+            return costs.vector(op, list(sizes))
+
+        self.functions[name] = cost_of
+        texts = ", ".join("None" if s is None else "(" + "".join(f"{d}, " for d in s) + ")" for s in shapes)
+        index = self._dynamic_step(Step(op, "V"))
+        self.emit(indent, f"c = {name}({texts})", op)
+        self.emit(indent, "if c.scalar:")
+        self._round_trip(op, indent + 1, "c.scalar")
+        self.emit(indent, f"tV = (tV if tV > s else s) + c.vector; d[{index}] += c.vector")
+
+    def _round_trip(self, op: Op, indent: int, cycles: str) -> None:
+        self.emit(indent, f"if tV + {self.flag_cycles!r} > s: s = tV + {self.flag_cycles!r}", op)
+        self.emit(indent, f"s += {cycles}")
+        self.emit(indent, f"tV = s + {self.flag_cycles!r}")
+
+    def _dynamic_step(self, step: Step) -> int:
+        self.dynamic.append(step)
+        return len(self.dynamic) - 1
+
+    def _transfer(self, op: Op, indent: int) -> None:
+        path, pipe = _TRANSFERS[op.name]
+        time = PIPE_TIMES[pipe]
+        gm = 1 if op.name == "hivm.hir.store" else 0
+        dims, static = self._sizes(op, gm)
+        kind = op.operands[gm].type
+        assert isinstance(kind, MemRef)
+        size = DTYPES[kind.dtype].itemsize
+        argument = self.argument(op.operands[gm])
+        factor = "kl" if pipe == "MTE3" else f"ka[{argument}]"
+        if static:
+            total = math.prod(int(d) for d in dims) * size
+            latency, cycles = self.costs.transfer(path, total)
+            if total:
+                self.emit(indent, f"{time} = ({time} if {time} > s else s) + {latency!r} + {cycles!r} * {factor}", op)
+            step = Step(op, pipe, latency + cycles, argument=argument)
+            if pipe == "MTE3":
+                step.write_bytes = total
+            else:
+                step.read_bytes = total
+            self._step(step)
+            return
+        name = f"c{op.number}"
+        costs = self.costs
+        self.functions[name] = lambda *sizes: costs.transfer(path, math.prod(sizes) * size)
+        step = Step(op, pipe, argument=argument)
+        index = self._dynamic_step(step)
+        step.read_bytes, step.write_bytes = (0.0, 1.0) if pipe == "MTE3" else (1.0, 0.0)
+        rate = self.costs.constants[path]["bytes_per_cycle"]
+        self.emit(indent, f"c, b = {name}({', '.join(str(d) for d in dims)})", op)
+        self.emit(indent, f"{time} = ({time} if {time} > s else s) + c + b * {factor}; d[{index}] += b * {rate!r}")
+
+    def _fixpipe(self, op: Op, indent: int) -> None:
+        dims, static = self._sizes(op, 1)
+        kind = op.operands[1].type
+        assert isinstance(kind, MemRef)
+        size = DTYPES[kind.dtype].itemsize
+        head = self.costs.constants["fixpipe"]["head_cycles"]
+        if static:
+            rows, cols = (int(d) for d in dims)
+            cycles = self.costs.fixpipe(rows, cols)
+            self.emit(indent, f"tF = (tF if tF > s else s) + {head!r} + {cycles - head!r} * kl", op)
+            argument = self.argument(op.operands[1])
+            self._step(Step(op, "FIX", cycles, write_bytes=rows * cols * size, argument=argument))
+            return
+        name = f"c{op.number}"
+        self.functions[name] = self.costs.fixpipe
+        index = self._dynamic_step(Step(op, "FIX", write_bytes=1.0))
+        self.emit(indent, f"r, c = {', '.join(str(d) for d in dims)}", op)
+        self.emit(indent, f"if r and c: tF = (tF if tF > s else s) + {name}(r, c) * kl; d[{index}] += r * c * {size}")
+
+    def _mmad(self, op: Op, indent: int) -> None:
+        """The macro's own loop (ops_cube.k_parts) with its events."""
+        texts = [self.ref(operand) for operand in op.operands]
+        a, b, c = (op.operands[i].type for i in (0, 1, 6))
+        assert isinstance(a, MemRef) and isinstance(b, MemRef) and isinstance(c, MemRef)
+        tiles = [self._sizes(op, position) for position in (0, 1, 6)]
+        sizes = texts[3:6]
+        dynamic = not all(t.lstrip("-").isdigit() for t in sizes) or not all(fixed for _, fixed in tiles)
+        sync = texts[7:14]
+        size = DTYPES[a.dtype].itemsize
+        if dynamic:
+            self._mmad_dynamic(op, indent, sizes, sync, size)
+            return
+        m, k, n = (int(t) for t in sizes)
+        if 0 in (m, k, n):
+            raise UnknownOpError(f"{op}: an empty matrix product")
+        (da, db, dc) = ([int(x) for x in tile] for tile, _ in tiles)
+        m0 = da[0] * da[3] if "a_transpose" in op.attrs else da[1] * da[2]
+        n0 = db[1] * db[2] if "b_transpose" in op.attrs else db[0] * db[3]
+        rows = dc[1] * dc[2]
+        parts, double = self.costs.mmad_parts(max(m0, rows), n0, n, k, size)
+        head = self.costs.constants["cube"]["mad_head_cycles"]
+        barrier = self.costs.constants["cube"]["barrier_cycles"]
+        flag = self.flag_cycles
+        forward, backward, back = self._macro_bases()
+        a_wait, b_wait, a_set, b_set, parity, back0, back1 = sync
+        local0, local1 = back0 == "-1", back1 == "-1"
+        self.emit(indent, f"e0 = e1 = (tM if tM > s else s) + {flag!r}", op)
+        if not local0:
+            self.emit(indent, f"e0 = flags[{back} + {back0}].popleft()", op)
+        if not local1:
+            self.emit(indent, f"e1 = flags[{back} + {back1}].popleft()", op)
+        swap = double and parity != "-1" and len(parts) % 2 == 1
+        if swap:
+            self.emit(indent, f"if {parity} & 1: e0, e1 = e1, e0", op)
+        self.emit(indent, "if s > t1: t1 = s")
+        for index, part in enumerate(parts):
+            event = ("e1" if index % 2 else "e0") if double else "e0"
+            self.emit(indent, f"if {event} > t1: t1 = {event}", op)
+            if not double:
+                self.emit(indent, "if e1 > t1: t1 = e1", op)
+            if index == 0:
+                self._macro_wait(indent, forward, a_wait)
+            self.emit(indent, f"t1 += {part['a']!r}")
+            last = index == len(parts) - 1
+            if last:
+                self._macro_set(indent, backward, a_set)
+            if index == 0:
+                self._macro_wait(indent, forward, b_wait)
+            self.emit(indent, f"t1 += {part['b']!r}")
+            if last:
+                self._macro_set(indent, backward, b_set)
+            cycles = head + part["mad"] + (barrier if part["barrier"] else 0.0)
+            self.emit(indent, f"t = t1 + {flag!r}")
+            self.emit(indent, f"tM = (tM if tM > t else t) + {cycles!r}", op)
+            self.emit(indent, f"{event} = tM + {flag!r}" if double else f"e0 = e1 = tM + {flag!r}")
+            self._step(Step(op, "M", cycles, mac_cycles=self.costs.mad(m, n, k, size) / len(parts)))
+            self._step(Step(op, "MTE1", part["a"] + part["b"]))
+        if swap:
+            self.emit(indent, f"if {parity} & 1: e0, e1 = e1, e0", op)
+        for number, local, text in ((0, local0, back0), (1, local1, back1)):
+            if local:
+                self.emit(indent, f"if e{number} > t1: t1 = e{number}", op)
+            else:
+                self.emit(indent, f"flags[{back} + {text}].append(e{number})", op)
+
+    @staticmethod
+    def _macro_bases() -> tuple[int, int, int]:
+        from .values import _PAIR
+
+        return _PAIR["MTE2", "MTE1"], _PAIR["MTE1", "MTE2"], _PAIR["M", "MTE1"]
+
+    def _macro_wait(self, indent: int, base: int, event: str) -> None:
+        if event != "-1":
+            guard = "" if event.isdigit() else f"if {event} >= 0: "
+            self.emit(indent, f"{guard}t1 = max(t1, flags[{base} + {event}].popleft())")
+
+    def _macro_set(self, indent: int, base: int, event: str) -> None:
+        if event != "-1":
+            guard = "" if event.isdigit() else f"if {event} >= 0: "
+            self.emit(indent, f"{guard}flags[{base} + {event}].append(t1 + {self.flag_cycles!r})")
+
+    def _mmad_dynamic(self, op: Op, indent: int, sizes: list[str], sync: list[str], itemsize: int) -> None:
+        """A product whose sizes are known only at run time: the same steps in a helper."""
+        a, b, c = (op.operands[i] for i in (0, 1, 6))
+        tiles = []
+        for operand in (a, b, c):
+            found = self.dims(operand)
+            if any(isinstance(d, Value) for d in found):
+                raise UnknownOpError(f"{op}: an L1 tile of dynamic size")
+            tiles.append([int(d) for d in found if isinstance(d, int)])
+        da, db, dc = tiles
+        m0 = da[0] * da[3] if "a_transpose" in op.attrs else da[1] * da[2]
+        n0 = db[1] * db[2] if "b_transpose" in op.attrs else db[0] * db[3]
+        rows = max(m0, dc[1] * dc[2])
+        costs, flag = self.costs, self.flag_cycles
+        head = costs.constants["cube"]["mad_head_cycles"]
+        barrier = costs.constants["cube"]["barrier_cycles"]
+        forward, backward, back = self._macro_bases()
+
+        def macro(
+            s: float, t1: float, tm: float, m: int, k: int, n: int, flags: Any, d: Any, *events: int
+        ) -> tuple[float, float]:
+            a_wait, b_wait, a_set, b_set, parity, back0, back1 = events
+            for event in (a_wait, b_wait) if 0 in (m, k, n) else ():
+                if event >= 0:
+                    t1 = max(t1, flags[forward + event].popleft())
+            if 0 in (m, k, n):
+                for event in (a_set, b_set):
+                    if event >= 0:
+                        flags[backward + event].append(t1 + flag)
+                return t1, tm
+            parts, double = costs.mmad_parts(rows, n0, n, k, itemsize)
+            e = [max(tm, s) + flag] * 2
+            for i, event in enumerate((back0, back1)):
+                if event >= 0:
+                    e[i] = flags[back + event].popleft()
+            t1 = max(t1, s)
+            for index, part in enumerate(parts):
+                half = ((parity * len(parts) if parity != -1 else 0) + index) % 2 if double else 0
+                t1 = max(t1, e[half]) if double else max(t1, *e)
+                if index == 0 and a_wait >= 0:
+                    t1 = max(t1, flags[forward + a_wait].popleft())
+                t1 += part["a"]
+                if index == len(parts) - 1 and a_set >= 0:
+                    flags[backward + a_set].append(t1 + flag)
+                if index == 0 and b_wait >= 0:
+                    t1 = max(t1, flags[forward + b_wait].popleft())
+                t1 += part["b"]
+                if index == len(parts) - 1 and b_set >= 0:
+                    flags[backward + b_set].append(t1 + flag)
+                cycles = head + part["mad"] + (barrier if part["barrier"] else 0.0)
+                tm = max(tm, t1 + flag) + cycles
+                d[first] += cycles
+                d[second] += part["a"] + part["b"]
+                if double:
+                    e[half] = tm + flag
+                else:
+                    e = [tm + flag] * 2
+            d[third] += costs.mad(m, n, k, itemsize)
+            for i, event in enumerate((back0, back1)):
+                if event >= 0:
+                    flags[back + event].append(e[i])
+                else:
+                    t1 = max(t1, e[i])
+            return t1, tm
+
+        first = self._dynamic_step(Step(op, "M"))
+        second = self._dynamic_step(Step(op, "MTE1"))
+        third = self._dynamic_step(Step(op, "M", mac_cycles=1.0))
+        name = f"c{op.number}"
+        self.functions[name] = macro
+        m, k, n = sizes
+        self.emit(indent, f"t1, tM = {name}(s, t1, tM, {m}, {k}, {n}, flags, d, {', '.join(sync)})", op)
+
+
+class CountingLowering(TimingLowering):
+    """Counts executions only: no times, no flags. It finds the busiest program cheaply."""
+
+    def _roots(self) -> Iterable[Value]:
+        for op in self.function.walk():
+            if op.name == "scf.for":
+                yield from op.operands[:3]
+            elif op.name in ("scf.if", "scf.condition"):
+                yield op.operands[0]
+
+    def prologue(self) -> Iterable[str]:
+        yield "n = core.counts"
+
+    def epilogue(self) -> Iterable[str]:
+        return ()
+
+    def _flush(self, indent: int) -> None:
+        self.pending_scalar = 0.0
+
+    def device(self, op: Op, indent: int) -> None:
+        if op.name == "memref.load":
+            super().device(op, indent)
+            return
+        length = len(self.lines)
+        super().device(op, indent)
+        del self.lines[length:]
+
+    def _for(self, op: Op, indent: int) -> None:
+        """A loop that only counts is one addition."""
+        start = len(self.lines)
+        super()._for(op, indent)
+        body = [line.strip() for line in self.lines[start + 1 :]]
+        if self.lines[start].strip().startswith("for ") and all(
+            line == "pass" or re.fullmatch(r"n\[\d+\] \+= 1", line) for line in body
+        ):
+            lower, upper, step = (self.ref(operand) for operand in op.operands[:3])
+            del self.lines[start:]
+            for line in body:
+                if line != "pass":
+                    self.emit(indent, line.replace("+= 1", f"+= len(range({lower}, {upper}, {step}))"))
+
+
+class TimedCore:
+    """Run-time state of one core in timing mode."""
+
+    def __init__(self, code: TimingCode, kind: str, sub: int) -> None:
+        self.code = code
+        self.kind = kind
+        self.sub = sub
+        self.start = 0.0
+        self.flags = [deque() for _ in range(FLAGS)]
+        self.received = [[deque() for _ in range(BLOCK_FLAGS)] for _ in range(2 if kind == "AIC" else 1)]
+        self.targets: list[list[deque[float]]] = []
+        self.counts = [0] * len(code.counts)
+        self.dynamic = [0.0] * len(code.dynamic)
+        self.end = 0.0
+        self.cross_wait = 0.0
+
+    def finish(self, end: float, cross_wait: float) -> None:
+        self.end = end
+        self.cross_wait += cross_wait
+
+    def data_dependent(self, number: int) -> None:
+        op = self.code.ops[number]
+        raise UnknownOpError(f"{op}: control flow depends on data, timing mode has none")
+
+    def ready(self, wait: tuple[int, int] | None) -> bool:
+        return wait is None or all(queues[wait[1]] for queues in self.received)
+
+    def steps(self) -> Iterable[tuple[Step, float]]:
+        """Each step with its number of executions (for dynamic ones: its amount)."""
+        for count, number in zip(self.code.counts, self.counts, strict=True):
+            if number:
+                for step in count.steps:
+                    yield step, number
+        for step, amount in zip(self.code.dynamic, self.dynamic, strict=True):
+            if amount:
+                yield step, amount
+
+
+@dataclass(eq=False)
+class TimingCode:
+    function: Function
+    run: Any
+    counts: list[Count]
+    dynamic: list[Step]
+    ops: dict[int, Op]
+    text: str
+
+
+def compile_timing(function: Function, costs: Costs, *, counting: bool = False) -> TimingCode:
+    """Write and compile the timing Python of a function."""
+    lowering = (CountingLowering if counting else TimingLowering)(function, costs)
+    text = lowering.generate("core_program")
+    namespace = {**HELPERS, **lowering.functions, "max": max, "min": min}
+    filename = f"<hivm {'counting' if counting else 'timing'} {function.name}>"
+    exec(compile(text, filename, "exec"), namespace)  # noqa: S102 - text written by this module
+    ops = {op.number: op for op in function.walk()}
+    return TimingCode(function, namespace["core_program"], lowering.counts, lowering.dynamic, ops, text)
+
+
+Running = Generator[tuple[int, int], None, None]
+
+
+@dataclass
+class Timed:
+    """Result of one core's programs: end times, and the cores with their counters."""
+
+    cycles: float
+    cores: list[TimedCore]
+
+
+class Timer:
+    """Times launches of one program under one set of constants."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program = program
+        self.costs = costs
+        self.codes = {core: compile_timing(function, costs) for core, function in program.functions.items()}
+
+    def cores(self) -> list[TimedCore]:
+        made = []
+        if "AIC" in self.codes:
+            made.append(TimedCore(self.codes["AIC"], "AIC", 0))
+        if "AIV" in self.codes:
+            vectors = 1 if self.program.vector_only else 2
+            made += [TimedCore(self.codes["AIV"], "AIV", sub) for sub in range(vectors)]
+        cube = [core for core in made if core.kind == "AIC"]
+        for core in made:
+            if core.kind == "AIC":
+                core.targets = [other.received[0] for other in made if other.kind == "AIV"]
+            else:
+                core.targets = [other.received[core.sub] for other in cube]
+        return made
+
+    def run(self, programs: list[int], blocks: int, arguments: dict[str, list[Any]], kl: float, ka: Any) -> Timed:
+        """Run the given programs one after another on one AI core."""
+        cores = self.cores()
+        dispatch = self.costs.constants["launch"]["block_dispatch_cycles"]
+        start = 0.0
+        for index, block in enumerate(programs):
+            if index:
+                start += dispatch
+            running: dict[TimedCore, Running] = {}
+            for core in cores:
+                core.start = start
+                running[core] = core.code.run(core, block, blocks, core.sub, kl, ka, *arguments[core.kind])
+            waits: dict[TimedCore, tuple[int, int]] = {}
+            while running:
+                core_ = next((c for c in running if c.ready(waits.get(c))), None)
+                if core_ is None:
+                    names = [f"{c.kind}{c.sub} at {c.code.ops[w[0]]} (flag {w[1]})" for c, w in waits.items()]
+                    raise DeadlockError(f"{self.program.name}: no core can go on: {'; '.join(names)}")
+                try:
+                    waits[core_] = next(running[core_])
+                except StopIteration:
+                    del running[core_]
+                    waits.pop(core_, None)
+            start = max(core.end for core in cores)
+        return Timed(start, cores)
+
+
+def _timer(program: Program, state: State) -> Timer:
+    """The timer of a program, kept with it for one set of constants."""
+    constants = state.options.get("constants")
+    if constants is not None:
+        return Timer(program, Costs(constants))
+    timer: Timer | None = program.__dict__.get("_timer")
+    if timer is None:
+        timer = program.__dict__["_timer"] = Timer(program, Costs())
+    return timer
+
+
+def _arguments(program: Program, values: list[Any], grid: tuple[int, int, int]) -> dict[str, list[Any]]:
+    found = {}
+    for core, function in program.functions.items():
+        hidden = ("ffts_base_address", "workspace", "sync_block_lock")
+        kernel = [kind for kind in function.arg_kinds if kind not in hidden]
+        visible = [*values, *grid]
+        if len(kernel) != len(visible):
+            raise LaunchError(f"{program.name}: the function takes {len(kernel)} arguments, the launch has {len(visible)}")
+        rest = iter(visible)
+        found[core] = [None if kind in hidden else next(rest) for kind in function.arg_kinds]
+    return found
+
+
+def _tensor_bytes(arguments: list[tuple[str, str, Any]]) -> list[float]:
+    """Distinct bytes behind each run-time argument (0 for scalars): a stride of 0 repeats."""
+    sizes = []
+    for _, _, value in arguments:
+        if isinstance(value, torch.Tensor):
+            count = math.prod(n for n, stride in zip(value.shape, value.stride(), strict=True) if stride != 0)
+            sizes.append(float(count * value.element_size()))
+        else:
+            sizes.append(0.0)
+    return sizes
+
+
+def time_launch(
+    program: Program, arguments: list[tuple[str, str, Any]], grid: tuple[int, int, int], state: State
+) -> KernelRun:
+    """Predict one launch: its busiest core, with the memory shared by all active cores."""
+    from .launch import scalar_value
+
+    timer = _timer(program, state)
+    constants = timer.costs.constants
+    values = [None if type_.startswith("*") else scalar_value(type_, value) for _, type_, value in arguments]
+    per_core = _arguments(program, values, grid)
+    blocks = math.prod(grid)
+    units = state.cores * (constants["chip"]["vector_cores"] if program.vector_only else 1)
+    active = min(blocks, units)
+    chosen = _busiest(program, timer, per_core, blocks, units)
+    hidden = len(next(iter(program.functions.values())).arg_kinds) - len(values) - 3
+    count_args = hidden + len(values) + 3
+    plain = [1.0] * count_args
+    first = timer.run(chosen, blocks, per_core, 1.0, _Factors(plain))
+    traffic = _traffic(first.cores)
+    # Share of each argument's reads that must come from HBM: its bytes over what all read.
+    share = {}
+    for position, size in enumerate(_tensor_bytes(arguments)):
+        read = traffic["read_by_argument"].get(hidden + position, 0.0) * active
+        share[hidden + position] = min(1.0, size / read) if read else 0.0
+    shared = constants["shared"]
+    offered = (traffic["read"] + traffic["write"]) * active / first.cycles if first.cycles else 0.0
+    load = offered / shared["l2_bytes_per_cycle"]
+    exponent = shared["stretch_exponent"]
+    stretch = (1.0 + load**exponent) ** (1.0 / exponent) if state.options.get("contention", True) else 1.0
+    hbm_rate = shared["hbm_bytes_per_cycle"] / active
+    factors = list(plain)
+    for index in range(count_args):
+        fraction = share.get(index, 0.0) if state.options.get("contention", True) else 0.0
+        rate = constants["gm_to_ub" if program.vector_only else "gm_to_l1"]["bytes_per_cycle"]
+        slow = max(1.0, rate / hbm_rate)
+        factors[index] = (1.0 - fraction) * stretch + fraction * max(stretch, slow)
+    timed = timer.run(chosen, blocks, per_core, stretch, _Factors(factors, stretch))
+    cycles = timed.cycles + constants["launch"]["kernel_cycles"]
+    report = _report(timed, program, state)
+    report.update(
+        {
+            "offered_l2_bytes_per_cycle": offered,
+            "l2_stretch": stretch,
+            "programs": chosen[:8],
+            "workspace_bytes": program.workspace_bytes * blocks,
+        }
+    )
+    return KernelRun(program.name, grid, cycles, cycles / constants["chip"]["clock_hz"] * 1e3, report)
+
+
+class _Factors:
+    """Stretch by argument; anything else (the workspace) has the default."""
+
+    def __init__(self, values: list[float], default: float = 1.0) -> None:
+        self.values = values
+        self.default = default
+
+    def __getitem__(self, index: int | None) -> float:
+        return self.default if index is None else self.values[index]
+
+
+def _busiest(
+    program: Program, timer: Timer, arguments: dict[str, list[Any]], blocks: int, units: int
+) -> list[int]:
+    """The programs of the core with the most work. Programs go to cores in turn."""
+    lists = [list(range(core, blocks, units)) for core in range(min(units, blocks))]
+    if len(lists) == 1:
+        return lists[0]
+    counters: dict[str, TimingCode] | None = program.__dict__.get("_counters")
+    if counters is None:
+        counters = {
+            core: compile_timing(function, timer.costs, counting=True) for core, function in program.functions.items()
+        }
+        program.__dict__["_counters"] = counters
+    best, best_work = lists[0], -1.0
+    for programs in lists:
+        work = 0.0
+        for kind, code in counters.items():
+            core = TimedCore(code, kind, 0)
+            for block in programs:
+                for _ in code.run(core, block, blocks, 0, 1.0, _Factors([1.0] * 64), *arguments[kind]):
+                    pass
+            work += sum(step.cycles * number for step, number in core.steps())
+        if work > best_work * (1 + 1e-9):
+            best, best_work = programs, work
+    return best
+
+
+def _traffic(cores: list[TimedCore]) -> dict[str, Any]:
+    read = write = 0.0
+    by_argument: dict[int, float] = {}
+    for core in cores:
+        for step, number in core.steps():
+            read += step.read_bytes * number
+            write += step.write_bytes * number
+            if step.argument is not None and step.read_bytes:
+                by_argument[step.argument] = by_argument.get(step.argument, 0.0) + step.read_bytes * number
+    return {"read": read, "write": write, "read_by_argument": by_argument}
+
+
+def _report(timed: Timed, program: Program, state: State) -> dict[str, Any]:
+    """Busy cycles by pipe (profiler names), bytes, waits, ideal multiply cycles."""
+    busy: dict[str, float] = {}
+    mac = 0.0
+    for core in timed.cores:
+        names = PROFILER_NAMES[core.kind]
+        suffix = "" if core.kind == "AIC" else str(core.sub)
+        for step, number in core.steps():
+            name = names.get(step.pipe)
+            if name is not None and not step.mac_cycles:
+                busy[name + suffix] = busy.get(name + suffix, 0.0) + step.cycles * number
+            elif name is not None:
+                busy[name + suffix] = busy.get(name + suffix, 0.0) + step.cycles * number
+                mac += step.mac_cycles * number
+    traffic = _traffic(timed.cores)
+    return {
+        "busy": busy,
+        "mac_cycles": mac,
+        "core_cycles": timed.cycles,
+        "read_bytes": traffic["read"],
+        "write_bytes": traffic["write"],
+        "cross_core_wait": {f"{c.kind}{c.sub}": c.cross_wait for c in timed.cores},
+    }
+
+
+__all__ = ["EVENTS", "Timer", "compile_timing", "time_launch"]
