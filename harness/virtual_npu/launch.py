@@ -9,6 +9,7 @@ import torch
 
 from .driver import KernelRun, State
 from .errors import LaunchError
+from .hazards import Board, Tracker
 from .memory import Memory, View
 from .program import Program
 from .values import Core, run_block
@@ -73,9 +74,9 @@ def launch(
     return KernelRun(program.name, grid)
 
 
-def make_cores(program: Program) -> list[Core]:
-    """The cores that one program of the grid runs on."""
-    codes = program.values
+def make_cores(program: Program, board: Board | None = None) -> list[Core]:
+    """The cores that one program of the grid runs on; with a board, hazards are tracked."""
+    codes = program.values if board is None else program.hazards
     cores = []
     if "AIC" in codes:
         cores.append(Core(program.name, codes["AIC"], "AIC", 0))
@@ -85,6 +86,12 @@ def make_cores(program: Program) -> list[Core]:
     cube = [core for core in cores if core.kind == "AIC"]
     for core in cores:
         core.peers = [other for other in cores if other.kind == "AIV"] if core.kind == "AIC" else cube
+    if board is not None:
+        for core in cores:
+            core.tracker = Tracker(board, core.name, program.name)
+        for core in cores:
+            assert core.tracker is not None
+            core.tracker.peers = [peer.tracker for peer in core.peers if peer.tracker is not None]
     return cores
 
 
@@ -116,10 +123,13 @@ def run_values(program: Program, values: list[Any], grid: tuple[int, int, int], 
     lock = Memory("sync lock", "gm", 1024)
     workspace_view = View(workspace, "i8", 0, (len(workspace.data),), (1,))
     lock_view = View(lock, "i8", 0, (1024,), (1,))
-    cores = make_cores(program)
+    board = Board() if state.options.get("hazards") else None
+    cores = make_cores(program, board)
     arguments = [core_arguments(program, core.kind, workspace_view, lock_view, values, grid) for core in cores]
     with np.errstate(all="ignore"):
         for block in range(blocks):
             for core in cores:
                 core.reset()
+            if board is not None:
+                board.start_block(block, [memory for core in cores for memory in core.memories.values()])
             run_block(cores, arguments, block, blocks, schedule)

@@ -52,6 +52,11 @@ class Program:
         """Values-mode code by core."""
         return {core: compile_values(function) for core, function in self.functions.items()}
 
+    @cached_property
+    def hazards(self) -> dict[str, Code]:
+        """Values-mode code that also tracks the order of accesses, by core."""
+        return {core: compile_values(function, hazards=True) for core, function in self.functions.items()}
+
     @property
     def workspace_bytes(self) -> int:
         """Global-memory workspace of one block, in bytes."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from . import ops_cube, ops_dma, ops_vector  # noqa: F401 - they register their ops
 from .errors import DeadlockError, HazardError, UnknownOpError, VirtualNPUError
+from .hazards import Tracker
 from .hivm import Function, MemRef, Op
 from .lower import SILENT, Lowering, as_tuple, is_pure, mixed, static_shape
 from .memory import (
@@ -80,7 +81,17 @@ def block_flag_text(op: Op, ref: Any) -> str:
 
 
 class ValueLowering(Lowering):
-    """Writes the values-mode Python of a function."""
+    """Writes the values-mode Python of a function; with `hazards`, each instruction and
+    each synchronisation is also reported to the core's tracker."""
+
+    def __init__(self, function: Function, *, hazards: bool = False) -> None:
+        super().__init__(function)
+        self.hazards = hazards
+
+    def track(self, indent: int, text: str, op: Op) -> None:
+        """A line for the tracker, where there is one."""
+        if self.hazards:
+            self.emit(indent, f"tracker.{text}", op)
 
     def parameters(self) -> str:
         names = [arg.name for arg in self.function.args]
@@ -89,6 +100,9 @@ class ValueLowering(Lowering):
     def prologue(self) -> Iterable[str]:
         yield "flags = core.flags"
         yield "counters = core.counters"
+        if self.hazards:
+            yield "tracker = core.tracker"
+            yield "ops = core.code.ops"
         self.kernels = {op.number: op for op in self.function.walk() if self.is_device(op)}
         for number in self.kernels:
             yield f"k{number} = core.kernel({number})"
@@ -136,15 +150,20 @@ class ValueLowering(Lowering):
         name = op.name
         operands = [self.ref(operand) for operand in op.operands]
         if name == "hivm.hir.set_flag":
-            self.emit(indent, f"flags[{event_text(op, self.ref, flag_base(op))}] += 1", op)
+            index = event_text(op, self.ref, flag_base(op))
+            self.emit(indent, f"flags[{index}] += 1", op)
+            self.track(indent, f"set_flag({index}, {PIPES.index(pipe_name(op.attrs['set_pipe']))})", op)
         elif name == "hivm.hir.wait_flag":
             index = event_text(op, self.ref, flag_base(op))
             self.emit(indent, f"if not flags[{index}]: core.never_set({index})", op)
             self.emit(indent, f"flags[{index}] -= 1", op)
+            self.track(indent, f"wait_flag({index}, {PIPES.index(pipe_name(op.attrs['wait_pipe']))})", op)
         elif name == "hivm.hir.pipe_barrier":
-            pipe_name(op.attrs["pipe"])
+            self.track(indent, f"barrier({pipe_name(op.attrs['pipe'])!r})", op)
         elif name == "hivm.hir.sync_block_set":
-            self.emit(indent, f"core.block_set({block_flag_text(op, self.ref)})", op)
+            flag = block_flag_text(op, self.ref)
+            self.emit(indent, f"core.block_set({flag})", op)
+            self.track(indent, f"block_set({flag}, {PIPES.index(pipe_name(op.attrs['tpipe']))}, sub)", op)
         elif name == "hivm.hir.sync_block_wait":
             flag = block_flag_text(op, self.ref)
             if self.function.core == "AIC":
@@ -153,14 +172,18 @@ class ValueLowering(Lowering):
             else:
                 self.emit(indent, f"while not counters[{flag}]: yield {op.number}, {flag}", op)
                 self.emit(indent, f"counters[{flag}] -= 1", op)
+            self.track(indent, f"block_wait({flag}, {2 if self.function.core == 'AIC' else 1})", op)
         elif name == "memref.load":
+            self.track(indent, f"access(ops[{op.number}], 'S', [{operands[0]}], [])", op)
             self.emit(indent, f"{op.results[0].name} = load_scalar({operands[0]}, {as_tuple(operands[1:])})", op)
         elif name == "memref.store":
+            self.track(indent, f"access(ops[{op.number}], 'S', [], [{operands[1]}])", op)
             self.emit(indent, f"store_scalar({operands[0]}, {operands[1]}, {as_tuple(operands[2:])})", op)
         elif name == "hivm.hir.mmadL1":
             self._mmad(op, operands, indent)
         else:
             lookup(op)
+            self.track(indent, f"device(ops[{op.number}], ({', '.join(operands)},))", op)
             self.emit(indent, f"k{op.number}({', '.join(operands)})", op)
 
     def _mmad(self, op: Op, operands: list[str], indent: int) -> None:
@@ -170,6 +193,8 @@ class ValueLowering(Lowering):
         sync = operands[7:14]
         waits, sets, backs = sync[0:2], sync[2:4], sync[5:7]
         forward, backward = _PAIR["MTE2", "MTE1"], _PAIR["MTE1", "MTE2"]
+        bases = f"{forward}, {backward}, {_PAIR['M', 'MTE1']}"
+        self.track(indent, f"mmad(ops[{op.number}], ({', '.join(operands)},), {bases})", op)
         for event in waits:
             if event != "-1":
                 self.emit(indent, f"core.macro_wait({forward}, {event})", op)
@@ -226,11 +251,11 @@ class Code:
     text: str
 
 
-def compile_values(function: Function) -> Code:
+def compile_values(function: Function, *, hazards: bool = False) -> Code:
     """Write and compile the values-mode Python of a function."""
-    lowering = ValueLowering(function)
+    lowering = ValueLowering(function, hazards=hazards)
     text = lowering.generate("core_program")
-    filename = f"<hivm values {function.name}>"
+    filename = f"<hivm {'hazards' if hazards else 'values'} {function.name}>"
     namespace = dict(NAMESPACE)
     exec(compile(text, filename, "exec"), namespace)  # noqa: S102 - text written by this module
     ops = {op.number: op for op in function.walk()}
@@ -254,6 +279,7 @@ class Core:
         self.peers: list[Core] = []
         self.pointers: dict[tuple[Any, ...], View] = {}
         self.kernels: dict[int, Any] = {}
+        self.tracker: Tracker | None = None
 
     def kernel(self, number: int) -> Any:
         """The function that executes op `number`."""

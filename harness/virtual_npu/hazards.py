@@ -1,0 +1,342 @@
+"""Happens-before over (core, pipe): finds accesses that nothing orders.
+
+An instruction starts after the earlier ones of its pipe started; that they have *finished*
+is known only from flags, barriers and cross-core flags. Each pipe therefore keeps, for
+every other pipe of its AI core, up to which instruction that pipe is known to be done (a
+vector clock). Two accesses to common bytes, one of them a write, must be ordered by it.
+
+On one pipe, in order, a later write never overtakes an earlier read; a read after a write
+and a write after a write need a barrier, as the compiler inserts them. Accumulation in L0C
+by successive matrix instructions is ordered by the hardware (lib/Template, LocalMmad.cpp
+places a barrier only for small products). Programs of different blocks are never ordered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .errors import HazardError
+from .hivm import Op
+from .memory import Memory, View
+from .ops import PIPES, lookup
+from .ops_cube import L0_BYTES, k_parts
+
+QUEUES = len(PIPES)
+INDEX = {pipe: number for number, pipe in enumerate(PIPES)}
+PAGE = 1 << 14  # bytes; regions of a large memory are found by page
+ORDERED_WRITES = (INDEX["M"],)  # pipes on which writes to the same bytes stay in order
+
+
+@dataclass(eq=False)
+class Region:
+    """A set of bytes that ops access as a whole, with its last accesses by (block, pipe)."""
+
+    low: int
+    high: int
+    key: tuple[Any, ...]
+    overlaps: list[Region] = field(default_factory=list)
+    writers: dict[int, tuple[int, Op, Tracker]] = field(default_factory=dict)
+    readers: dict[int, tuple[int, Op, Tracker]] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        self.writers.clear()
+        self.readers.clear()
+
+
+def _segments(key: tuple[Any, ...]) -> np.ndarray:
+    """Start bytes of the contiguous runs of a strided region, with the run length last."""
+    low, run, dims = key
+    starts = np.zeros(1, np.int64)
+    for size, stride in dims:
+        starts = (starts[:, None] + np.arange(size) * stride).ravel()
+    return np.append(np.sort(starts + low), run)
+
+
+def _really_overlap(a: Region, b: Region) -> bool:
+    """Whether two strided regions with overlapping hulls have a byte in common."""
+    if not a.key[2] and not b.key[2]:
+        return True
+    first, second = _segments(a.key), _segments(b.key)
+    run_a, run_b = int(first[-1]), int(second[-1])
+    starts_a, starts_b = first[:-1], second[:-1]
+    at = np.searchsorted(starts_b, starts_a + run_a)  # runs of b that begin before a run of a ends
+    before = np.searchsorted(starts_b + run_b, starts_a, side="right")  # runs of b that ended by then
+    return bool((at > before).any())
+
+
+def region_key(view: View) -> tuple[int, int, tuple[Any, ...]]:
+    """Hull and exact shape of a view's bytes: (low, high, (low, run, ((size, stride), ...)))."""
+    if view.dtype == "i1":
+        start, stop = view.offset // 8, (view.offset + view.count + 7) // 8
+        return start, stop, (start, stop - start, ())
+    size = view.itemsize
+    run = size
+    dims = []
+    high = view.offset
+    merging = True
+    for n, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if n == 1:
+            continue
+        high += (n - 1) * stride * size
+        if merging and stride * size == run:
+            run *= n
+        else:
+            merging = False
+            dims.append((n, stride * size))
+    return view.offset, high + size, (view.offset, run, tuple(dims))
+
+
+class RegionMap:
+    """The regions of one memory."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[Any, ...], Region] = {}
+        self.pages: dict[int, list[Region]] = {}
+
+    def find(self, low: int, high: int, key: tuple[Any, ...]) -> Region:
+        found = self.by_key.get(key)
+        if found is not None:
+            return found
+        region = Region(low, high, key)
+        seen: set[int] = set()
+        for page in range(low // PAGE, (high - 1) // PAGE + 1):
+            others = self.pages.setdefault(page, [])
+            for other in others:
+                if id(other) in seen:
+                    continue
+                seen.add(id(other))
+                if other.low < high and low < other.high and _really_overlap(region, other):
+                    region.overlaps.append(other)
+                    other.overlaps.append(region)
+            others.append(region)
+        region.overlaps.append(region)
+        self.by_key[key] = region
+        return region
+
+    def forget(self) -> None:
+        for region in self.by_key.values():
+            region.forget()
+
+
+class Board:
+    """The trackers of one AI core and the regions of all memories, for one launch."""
+
+    def __init__(self) -> None:
+        self.maps: dict[int, RegionMap] = {}
+        self.trackers: list[Tracker] = []
+        self.block = 0
+
+    def map_of(self, memory: Memory) -> RegionMap:
+        found = self.maps.get(id(memory))
+        if found is None:
+            found = self.maps[id(memory)] = RegionMap()
+        return found
+
+    def start_block(self, block: int, local: Iterable[Memory]) -> None:
+        """A new program on the core: on-chip history is forgotten, that of global memory
+        stays, since programs of different blocks are not ordered."""
+        self.block = block
+        for memory in local:
+            self.map_of(memory).forget()
+        width = QUEUES * len(self.trackers)
+        for tracker in self.trackers:
+            tracker.restart(width)
+
+
+class Tracker:
+    """Clocks of one core's pipes."""
+
+    def __init__(self, board: Board, name: str, kernel: str) -> None:
+        self.board = board
+        self.name = name
+        self.kernel = kernel
+        self.base = QUEUES * len(board.trackers)
+        board.trackers.append(self)
+        self.l0 = {side: Memory(f"{side} of {name}", side, L0_BYTES) for side in ("l0a", "l0b")}
+        self.peers: list[Tracker] = []
+        self.restart(QUEUES)
+
+    def restart(self, width: int) -> None:
+        self.known = [[0] * width for _ in range(QUEUES)]
+        self.count = [0] * QUEUES
+        self.flags: dict[int, deque[list[int]]] = {}
+        self.received: list[dict[int, deque[list[int]]]] = [{}, {}]
+        for memory in self.l0.values():
+            self.board.map_of(memory).forget()
+
+    # Order.
+
+    def _snapshot(self, queue: int) -> list[int]:
+        clock = self.known[queue].copy()
+        clock[self.base + queue] = self.count[queue]
+        return clock
+
+    def _join(self, queue: int, clock: list[int]) -> None:
+        if queue == INDEX["S"]:  # what the scalar unit waited for holds for all it issues later
+            self.known = [[max(a, b) for a, b in zip(known, clock, strict=True)] for known in self.known]
+        else:
+            self.known[queue] = [max(a, b) for a, b in zip(self.known[queue], clock, strict=True)]
+
+    def set_flag(self, index: int, source: int) -> None:
+        self.flags.setdefault(index, deque()).append(self._snapshot(source))
+
+    def wait_flag(self, index: int, target: int) -> None:
+        self._join(target, self.flags[index].popleft())
+
+    def barrier(self, pipe: str) -> None:
+        if pipe == "ALL":
+            clock = self.known[INDEX["S"]].copy()
+            for queue in range(QUEUES):
+                clock = [max(a, b) for a, b in zip(clock, self._snapshot(queue), strict=True)]
+            self._join(INDEX["S"], clock)
+        else:
+            queue = INDEX[pipe]
+            self._join(queue, self._snapshot(queue))
+
+    def block_set(self, flag: int, pipe: int, sub: int) -> None:
+        clock = self._snapshot(pipe)
+        for peer in self.peers:
+            peer.received[sub].setdefault(flag, deque()).append(clock)
+
+    def block_wait(self, flag: int, senders: int) -> None:
+        for sub in range(senders):
+            self._join(INDEX["S"], self.received[sub][flag].popleft())
+
+    # Accesses.
+
+    def access(self, op: Op, pipe: str, reads: Iterable[View], writes: Iterable[View]) -> None:
+        """An instruction on a pipe reads and writes these views."""
+        queue = INDEX[pipe]
+        self.count[queue] += 1
+        for view in reads:
+            if 0 not in view.shape:
+                self._touch(view.memory, *region_key(view), queue, op, write=False)
+        for view in writes:
+            if 0 not in view.shape:
+                self._touch(view.memory, *region_key(view), queue, op, write=True)
+
+    def _touch(
+        self, memory: Memory, low: int, high: int, key: tuple[Any, ...], queue: int, op: Op, *, write: bool
+    ) -> None:
+        board = self.board
+        region = board.map_of(memory).find(low, high, key)
+        known = self.known[queue]
+        width = len(known)
+        mine = self.base + queue
+        for other in region.overlaps:
+            for slot, (number, earlier, tracker) in other.writers.items():
+                block, index = divmod(slot, width)
+                if block != board.block:
+                    self._report(memory, low, high, op, queue, write, earlier, index, tracker, True, block)
+                elif index == mine:
+                    if number == self.count[queue] or (queue in ORDERED_WRITES):
+                        continue
+                    if known[index] < number:
+                        self._report(memory, low, high, op, queue, write, earlier, index, tracker, True, block)
+                elif known[index] < number:
+                    self._report(memory, low, high, op, queue, write, earlier, index, tracker, True, block)
+            if write:
+                for slot, (number, earlier, tracker) in other.readers.items():
+                    block, index = divmod(slot, width)
+                    if block == board.block and (index == mine or known[index] >= number):
+                        continue
+                    self._report(memory, low, high, op, queue, write, earlier, index, tracker, False, block)
+        slot = board.block * width + mine
+        (region.writers if write else region.readers)[slot] = (self.count[queue], op, self)
+
+    def _report(
+        self,
+        memory: Memory,
+        low: int,
+        high: int,
+        op: Op,
+        queue: int,
+        write: bool,
+        earlier: Op,
+        index: int,
+        tracker: Tracker,
+        earlier_writes: bool,
+        block: int,
+    ) -> None:
+        def doing(writes: bool) -> str:
+            return "writes" if writes else "reads"
+
+        where = "" if block == self.board.block else f" in block {block}"
+        raise HazardError(
+            f"race on bytes {low} to {high} of {memory.name}: {op} ({self.name}, pipe {PIPES[queue]}) {doing(write)} "
+            f"them while {earlier} ({tracker.name}, pipe {PIPES[index % QUEUES]}{where}) {doing(earlier_writes)} "
+            f"some of them; no flag or barrier orders the two"
+        )
+
+    # Instructions with more than one part.
+
+    def device(self, op: Op, operands: tuple[Any, ...]) -> None:
+        """An op with one instruction on one pipe."""
+        entry = lookup(op)
+        reads, writes, scratch = entry.access(op)
+        self.access(
+            op,
+            entry.pipe,
+            [operands[i] for i in reads],
+            [operands[i] for i in (*writes, *scratch)],
+        )
+
+    def _half(self, side: str, half: int, double: bool, op: Op, queue: int, *, write: bool) -> None:
+        size = L0_BYTES // 2 if double else L0_BYTES
+        low = half * size
+        self._touch(self.l0[side], low, low + size, (low, size, ()), queue, op, write=write)
+
+    def mmad(self, op: Op, operands: tuple[Any, ...], forward: int, backward: int, back: int) -> None:
+        """The matrix macro: its MTE1 loads and mads with the events inside it."""
+        a, b, _init, m, k, n, c = operands[:7]
+        a_wait, b_wait, a_set, b_set, parity, back0, back1 = operands[7:14]
+        mte1, cube = INDEX["MTE1"], INDEX["M"]
+        if 0 in (m, k, n):
+            for event in (a_wait, b_wait):
+                if event >= 0:
+                    self.wait_flag(forward + event, mte1)
+            for event in (a_set, b_set):
+                if event >= 0:
+                    self.set_flag(backward + event, mte1)
+            return
+        a_rows = a.shape[0] * a.shape[3] if "a_transpose" in op.attrs else a.shape[1] * a.shape[2]
+        b_cols = b.shape[1] * b.shape[2] if "b_transpose" in op.attrs else b.shape[0] * b.shape[3]
+        parts, double = k_parts(a_rows, b_cols, k, a.itemsize)
+        events = [back0, back1]
+        private = [back - 2, back - 1]  # flags of the macro's own, made and consumed inside
+        for i in range(2):
+            if events[i] < 0:
+                self.set_flag(private[i], cube)
+        index = [back + events[i] if events[i] >= 0 else private[i] for i in range(2)]
+        for number in range(len(parts)):
+            half = ((parity * len(parts) if parity != -1 else 0) + number) % 2 if double else 0
+            for i in (half,) if double else (0, 1):
+                self.wait_flag(index[i], mte1)
+            last = number == len(parts) - 1
+            if number == 0 and a_wait >= 0:
+                self.wait_flag(forward + a_wait, mte1)
+            self.access(op, "MTE1", [a], [])
+            self._half("l0a", half, double, op, mte1, write=True)
+            if last and a_set >= 0:
+                self.set_flag(backward + a_set, mte1)
+            if number == 0 and b_wait >= 0:
+                self.wait_flag(forward + b_wait, mte1)
+            self.access(op, "MTE1", [b], [])
+            self._half("l0b", half, double, op, mte1, write=True)
+            if last and b_set >= 0:
+                self.set_flag(backward + b_set, mte1)
+            self.set_flag(back - 3, mte1)
+            self.wait_flag(back - 3, cube)
+            self.access(op, "M", [], [c])
+            self._half("l0a", half, double, op, cube, write=False)
+            self._half("l0b", half, double, op, cube, write=False)
+            for i in (half,) if double else (0, 1):
+                self.set_flag(index[i], cube)
+        for i in range(2):
+            if events[i] < 0:
+                self.wait_flag(private[i], mte1)
