@@ -207,6 +207,13 @@ class Tracker:
         for sub in range(senders):
             self._join(INDEX["S"], self.received[sub][flag].popleft())
 
+    def finished(self) -> None:
+        """At the end of the program: the scalar unit must have waited for every pipe."""
+        known = self.known[INDEX["S"]]
+        busy = [pipe for i, pipe in enumerate(PIPES) if pipe != "S" and known[self.base + i] < self.count[i]]
+        if busy:
+            raise HazardError(f"the program of the {self.name} ends while pipe {' and '.join(busy)} may be busy")
+
     # Accesses.
 
     def access(self, op: Op, pipe: str, reads: Iterable[View], writes: Iterable[View]) -> None:

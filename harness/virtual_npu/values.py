@@ -107,6 +107,10 @@ class ValueLowering(Lowering):
         for number in self.kernels:
             yield f"k{number} = core.kernel({number})"
 
+    def epilogue(self) -> Iterable[str]:
+        if self.hazards:
+            yield "tracker.finished()"
+
     @staticmethod
     def is_device(op: Op) -> bool:
         """Whether the op has an entry in the registry (it is no scalar, view or sync op)."""
