@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from .costs import Costs
 from .driver import KernelRun, State
 from .errors import DeadlockError, LaunchError, UnknownOpError
 from .hivm import DYNAMIC, Function, MemRef, Op, Region, Value
-from .lower import AFFINE, Lowering, is_pure
+from .lower import AFFINE, Lowering, is_pure, mixed
 from .memory import DTYPES
 from .ops import lookup
 from .program import Program
@@ -40,9 +38,10 @@ PROFILER_NAMES = {
 _TRANSFERS = {
     "hivm.hir.load": ("gm_to_ub", "MTE2"),
     "hivm.hir.store": ("ub_to_gm", "MTE3"),
-    "hivm.hir.nd2nz": ("gm_to_l1", "MTE2"),
+    "hivm.hir.nd2nz": ("nd2nz", "MTE2"),
 }
 Dim = int | str
+L2_CHUNK = 65536  # bytes; the L2 model's unit
 
 
 @dataclass
@@ -631,6 +630,121 @@ class CountingLowering(TimingLowering):
                     self.emit(indent, line.replace("+= 1", f"+= len(range({lower}, {upper}, {step}))"))
 
 
+class FootprintLowering(CountingLowering):
+    """Walks a program once and notes which bytes of which argument it touches, in order.
+
+    An innermost loop runs its first iteration only; what it touches there stands for
+    `trips` windows one after another (block pointers advance through a tensor in order).
+    The result feeds the L2 model, not the times.
+    """
+
+    def _roots(self) -> Iterable[Value]:
+        yield from super()._roots()
+        for op in self.function.walk():
+            if op.name in _GM_SIDE:
+                yield from self._offset_values(op.operands[_GM_SIDE[op.name]])
+
+    def _offset_values(self, value: Value) -> list[Value]:
+        """Values in the byte offset of a window of an argument."""
+        found: list[Value] = []
+        for _ in range(100):
+            op = self.definitions.get(value)
+            if op is None:
+                if value in self.carriers:
+                    value = self.carriers[value][0]
+                    continue
+                return found
+            if op.name in ("memref.reinterpret_cast", "memref.subview"):
+                _, offsets, _, strides = op.segments()
+                found += offsets + strides
+            elif op.name == "arith.select":
+                value = op.operands[1]
+                continue
+            elif op.name == "memref.view":
+                found.append(op.operands[1])
+            value = op.operands[0]
+        return found
+
+    def _offset_text(self, value: Value) -> str:
+        """Element offset of a window of an argument, as Python text."""
+        terms: list[str] = []
+        for _ in range(100):
+            op = self.definitions.get(value)
+            if op is None:
+                if value in self.carriers:
+                    value = self.carriers[value][0]
+                    continue
+                break
+            if op.name in ("memref.reinterpret_cast", "memref.subview"):
+                _, offsets, _, _ = op.segments()
+                texts = mixed(op.attrs["static_offsets"], [self.ref(v) for v in offsets])
+                if op.name == "memref.reinterpret_cast":
+                    terms.append(texts[0])
+                else:
+                    strides = self._stride_texts(op.operands[0])
+                    terms += [f"{t} * {stride}" for t, stride in zip(texts, strides, strict=True) if t != "0"]
+            elif op.name == "arith.select":
+                value = op.operands[1]
+                continue
+            value = op.operands[0]
+        return " + ".join(terms) or "0"
+
+    def _stride_texts(self, value: Value) -> list[str]:
+        op = self.definitions.get(value)
+        kind = value.type
+        assert isinstance(kind, MemRef)
+        if op is not None and op.name == "memref.reinterpret_cast":
+            _, _, _, strides = op.segments()
+            return mixed(op.attrs["static_strides"], [self.ref(v) for v in strides])
+        if op is not None and op.name in ("memref.cast", "memref.subview"):
+            return self._stride_texts(op.operands[0])
+        strides_, stride = [], 1
+        for dim in reversed(kind.shape):
+            strides_.append(str(stride))
+            stride *= dim or 1
+        return strides_[::-1]
+
+    def prologue(self) -> Iterable[str]:
+        yield "n = core.counts"
+        yield "touch = core.touch"
+        yield "trips = 1"
+
+    def device(self, op: Op, indent: int) -> None:
+        super().device(op, indent)
+        if op.name not in _GM_SIDE:
+            return
+        operand = op.operands[_GM_SIDE[op.name]]
+        argument = self.argument(operand)
+        if argument is None or self.function.arg_kinds[argument] != "kernel":
+            return
+        kind = operand.type
+        assert isinstance(kind, MemRef)
+        size = DTYPES[kind.dtype].itemsize
+        dims = self.dims(operand)
+        total = math.prod(d for d in dims if isinstance(d, int)) * size
+        write = op.name in ("hivm.hir.store", "hivm.hir.fixpipe")
+        self.emit(indent, f"touch({argument}, ({self._offset_text(operand)}) * {size}, {total} * trips, {write})", op)
+
+    def _for(self, op: Op, indent: int) -> None:
+        body = op.regions[0]
+        if any(inner.regions for inner in body.ops):
+            TimingLowering._for(self, op, indent)
+            return
+        lower, upper, step = (self.ref(operand) for operand in op.operands[:3])
+        self._assign(indent, body.args[1:], op.operands[3:], op)
+        self.emit(indent, f"trips = len(range({lower}, {upper}, {step}))", op)
+        self.emit(indent, "if trips:")
+        self.emit(indent + 1, f"{body.args[0].name} = {lower}")
+        self.block(body, indent + 1)
+        self.emit(indent + 1, "pass")
+        # What the loop carries on is unknown after one iteration; the first value stands in.
+        self._assign(indent, op.results, body.args[1:], op)
+        self.emit(indent, "trips = 1")
+
+
+_GM_SIDE = {"hivm.hir.load": 0, "hivm.hir.nd2nz": 0, "hivm.hir.store": 1, "hivm.hir.fixpipe": 1}
+
+
 class TimedCore:
     """Run-time state of one core in timing mode."""
 
@@ -646,10 +760,14 @@ class TimedCore:
         self.dynamic = [0.0] * len(code.dynamic)
         self.end = 0.0
         self.cross_wait = 0.0
+        self.touches: list[tuple[int, int, int, bool]] = []
 
     def finish(self, end: float, cross_wait: float) -> None:
         self.end = end
         self.cross_wait += cross_wait
+
+    def touch(self, argument: int, offset: int, size: int, write: bool) -> None:
+        self.touches.append((argument, offset, size, write))
 
     def data_dependent(self, number: int) -> None:
         op = self.code.ops[number]
@@ -679,12 +797,14 @@ class TimingCode:
     text: str
 
 
-def compile_timing(function: Function, costs: Costs, *, counting: bool = False) -> TimingCode:
-    """Write and compile the timing Python of a function."""
-    lowering = (CountingLowering if counting else TimingLowering)(function, costs)
+def compile_timing(
+    function: Function, costs: Costs, lowering_class: type[TimingLowering] = TimingLowering
+) -> TimingCode:
+    """Write and compile the timing Python of a function (or its counting or footprint)."""
+    lowering = lowering_class(function, costs)
     text = lowering.generate("core_program")
     namespace = {**HELPERS, **lowering.functions, "max": max, "min": min}
-    filename = f"<hivm {'counting' if counting else 'timing'} {function.name}>"
+    filename = f"<hivm {lowering_class.__name__} {function.name}>"
     exec(compile(text, filename, "exec"), namespace)  # noqa: S102 - text written by this module
     ops = {op.number: op for op in function.walk()}
     return TimingCode(function, namespace["core_program"], lowering.counts, lowering.dynamic, ops, text)
@@ -775,18 +895,6 @@ def _arguments(program: Program, values: list[Any], grid: tuple[int, int, int]) 
     return found
 
 
-def _tensor_bytes(arguments: list[tuple[str, str, Any]]) -> list[float]:
-    """Distinct bytes behind each run-time argument (0 for scalars): a stride of 0 repeats."""
-    sizes = []
-    for _, _, value in arguments:
-        if isinstance(value, torch.Tensor):
-            count = math.prod(n for n, stride in zip(value.shape, value.stride(), strict=True) if stride != 0)
-            sizes.append(float(count * value.element_size()))
-        else:
-            sizes.append(0.0)
-    return sizes
-
-
 def time_launch(
     program: Program, arguments: list[tuple[str, str, Any]], grid: tuple[int, int, int], state: State
 ) -> KernelRun:
@@ -806,11 +914,7 @@ def time_launch(
     plain = [1.0] * count_args
     first = timer.run(chosen, blocks, per_core, 1.0, _Factors(plain))
     traffic = _traffic(first.cores)
-    # Share of each argument's reads that must come from HBM: its bytes over what all read.
-    share = {}
-    for position, size in enumerate(_tensor_bytes(arguments)):
-        read = traffic["read_by_argument"].get(hidden + position, 0.0) * active
-        share[hidden + position] = min(1.0, size / read) if read else 0.0
+    share = _hbm_share(program, timer, per_core, blocks, units)
     shared = constants["shared"]
     offered = (traffic["read"] + traffic["write"]) * active / first.cycles if first.cycles else 0.0
     load = offered / shared["l2_bytes_per_cycle"]
@@ -820,7 +924,7 @@ def time_launch(
     factors = list(plain)
     for index in range(count_args):
         fraction = share.get(index, 0.0) if state.options.get("contention", True) else 0.0
-        rate = constants["gm_to_ub" if program.vector_only else "gm_to_l1"]["bytes_per_cycle"]
+        rate = constants["gm_to_ub" if program.vector_only else "nd2nz"]["bytes_per_cycle"]
         slow = max(1.0, rate / hbm_rate)
         factors[index] = (1.0 - fraction) * stretch + fraction * max(stretch, slow)
     timed = timer.run(chosen, blocks, per_core, stretch, _Factors(factors, stretch))
@@ -831,6 +935,7 @@ def time_launch(
             "offered_l2_bytes_per_cycle": offered,
             "l2_stretch": stretch,
             "programs": chosen[:8],
+            "hbm_share": {str(k): round(v, 4) for k, v in share.items()},
             "workspace_bytes": program.workspace_bytes * blocks,
         }
     )
@@ -858,7 +963,7 @@ def _busiest(
     counters: dict[str, TimingCode] | None = program.__dict__.get("_counters")
     if counters is None:
         counters = {
-            core: compile_timing(function, timer.costs, counting=True) for core, function in program.functions.items()
+            core: compile_timing(function, timer.costs, CountingLowering) for core, function in program.functions.items()
         }
         program.__dict__["_counters"] = counters
     best, best_work = lists[0], -1.0
@@ -873,6 +978,52 @@ def _busiest(
         if work > best_work * (1 + 1e-9):
             best, best_work = programs, work
     return best
+
+
+def _hbm_share(
+    program: Program, timer: Timer, arguments: dict[str, list[Any]], blocks: int, units: int
+) -> dict[int, float]:
+    """For each argument the share of its read bytes that L2 does not hold.
+
+    The cores run in step, so their touches are merged by progress and go through one L2
+    of least-recently-used chunks. Compulsory and capacity misses both come out of this.
+    """
+    codes = {core: compile_timing(f, timer.costs, FootprintLowering) for core, f in program.functions.items()}
+    merged: list[tuple[float, int, int, int, bool]] = []
+    for unit in range(min(units, blocks)):
+        for kind, code in codes.items():
+            core = TimedCore(code, kind, 0)
+            for block in range(unit, blocks, units):
+                for _ in code.run(core, block, blocks, 0, 1.0, None, *arguments[kind]):
+                    pass
+            total = len(core.touches)
+            merged += [((i + 0.5) / total, *touch) for i, touch in enumerate(core.touches)]
+    merged.sort(key=lambda touch: touch[0])
+    capacity = timer.costs.constants["memory"]["l2_bytes"] // L2_CHUNK
+    cache: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
+    read: dict[int, float] = {}
+    missed: dict[int, float] = {}
+    for _, argument, offset, size, write in merged:
+        end = offset + size
+        for chunk in range(offset // L2_CHUNK, (end - 1) // L2_CHUNK + 1):
+            low, high = max(offset, chunk * L2_CHUNK), min(end, (chunk + 1) * L2_CHUNK)
+            key = (argument, chunk)
+            held = cache.get(key)
+            if held is None:
+                absent, union = high - low, (low, high)
+                if len(cache) >= capacity:
+                    cache.popitem(last=False)
+                cache[key] = union
+            else:
+                # What is held of a chunk is taken as one stretch of bytes.
+                union = (min(low, held[0]), max(high, held[1]))
+                absent = max(0, union[1] - union[0] - (held[1] - held[0]))
+                cache[key] = union
+                cache.move_to_end(key)
+            if not write:
+                read[argument] = read.get(argument, 0.0) + high - low
+                missed[argument] = missed.get(argument, 0.0) + absent
+    return {argument: min(1.0, missed.get(argument, 0.0) / total) for argument, total in read.items() if total}
 
 
 def _traffic(cores: list[TimedCore]) -> dict[str, Any]:
