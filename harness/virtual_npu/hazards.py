@@ -288,7 +288,7 @@ class Tracker:
         reads, writes, scratch = entry.access(op)
         self.access(
             op,
-            entry.pipe,
+            entry.pipe(op),
             [operands[i] for i in reads],
             [operands[i] for i in (*writes, *scratch)],
         )

@@ -28,9 +28,16 @@ class DeviceOp:
     """`access` tells which operands are read, which written, which used as scratch (by
     their positions)."""
 
-    pipe: str
+    default_pipe: str
     build: Builder
     access: Callable[[Op], tuple[list[int], list[int], list[int]]]
+
+    def pipe(self, op: Op) -> str:
+        """The pipe that executes the op: filling L1 is MTE2's work, not the vector unit's
+        (AscendNPU-IR, GetPipe.cpp)."""
+        if op.name == "hivm.hir.vbrc" and any(isinstance(o.type, MemRef) and o.type.space == "cbuf" for o in op.operands):
+            return "MTE2"
+        return self.default_pipe
 
 
 DEVICE_OPS: dict[str, DeviceOp] = {}

@@ -323,9 +323,22 @@ class TimingLowering(Lowering):
             self._fixpipe(op, indent)
         elif name in _TRANSFERS:
             self._transfer(op, indent)
+        elif lookup(op).pipe(op) == "MTE2":
+            self._fill_l1(op, indent)
         else:
-            lookup(op)
             self._vector(op, indent)
+
+    def _fill_l1(self, op: Op, indent: int) -> None:
+        """A constant written to an L1 tile by MTE2."""
+        dims, static = self._sizes(op, 1)
+        kind = op.operands[1].type
+        assert isinstance(kind, MemRef)
+        if not static:
+            raise UnknownOpError(f"{op}: an L1 fill of dynamic size")
+        rate = self.costs.constants["l1_fill"]["bytes_per_cycle"]
+        cycles = math.prod(int(d) for d in dims) * DTYPES[kind.dtype].itemsize / rate
+        self.emit(indent, f"t2 = (t2 if t2 > s else s) + {cycles!r}", op)
+        self._step(Step(op, "MTE2", cycles))
 
     def _barrier(self, op: Op, indent: int) -> None:
         pipe = pipe_name(op.attrs["pipe"])
@@ -338,6 +351,11 @@ class TimingLowering(Lowering):
             cycles = self.costs.constants["cube"]["barrier_cycles"]
             self.emit(indent, f"tM = (tM if tM > s else s) + {cycles!r}", op)
             self._step(Step(op, "M", cycles))
+        elif pipe == "S":
+            raise UnknownOpError(f"{op}: a barrier of the scalar pipe")
+        else:
+            # Transfers occupy their pipe until they are done in this model: nothing to add.
+            self.emit(indent, "pass", op)
 
     def _vector(self, op: Op, indent: int) -> None:
         shapes, static = [], True
