@@ -103,7 +103,12 @@ def textbook_fwd_kernel(
             # In slices: the zeros stay on chip for the whole kernel.
             for i in range(4):
                 p_part = tl.make_block_ptr(
-                    acc + (tl.program_id(0) * BM + i * (BM // 4)) * D, (BM // 4, D), (D, 1), (0, 0), (BM // 4, D), (1, 0)
+                    acc + (tl.program_id(0) * BM + i * (BM // 4)) * D,
+                    (BM // 4, D),
+                    (D, 1),
+                    (0, 0),
+                    (BM // 4, D),
+                    (1, 0),
                 )
                 tl.store(p_part, tl.zeros([BM // 4, D], tl.float32))
             b_acc = tl.zeros([BM], tl.float32)  # stands in; the accumulator is p_acc

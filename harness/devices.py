@@ -1,0 +1,224 @@
+"""The two devices: a real NPU through torch_npu, where time is measured, and the virtual NPU,
+where time is predicted. Both run the same calls with the same arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import virtual_npu
+
+KINDS = ("npu", "virtual")
+WARM_UPS, REPEATS = 5, 30  # the contest's
+SMALL_ELEMENTS = 1 << 16
+Call = Callable[[Mapping[str, torch.Tensor]], Any]
+
+
+class NotTimedError(RuntimeError):
+    """A call did something that the device has no time for."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one call: milliseconds, and the cube's ideal share of it (0 to 1) where known."""
+
+    ms: float
+    cube_utilisation: float | None = None
+
+
+class Device(Protocol):
+    """What the worker asks of a device."""
+
+    kind: str
+
+    def describe(self) -> dict[str, str]:
+        """kind, name, compiler and time ("predicted" or "measured")."""
+
+    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, int | None]:
+        """Run a call on CPU inputs; returns what it returned, on the CPU, and the number of
+        kernel launches where known."""
+
+    def time(self, call: Call, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Timing:
+        """Time a call on inputs of those shapes and dtypes."""
+
+
+def choose() -> str:
+    """ "npu" when torch_npu sees one, else "virtual"; the environment variable DEVICE overrides.
+
+    Raises:
+        ValueError: DEVICE is something else, or "npu" where torch_npu sees none.
+    """
+    wanted = os.environ.get("DEVICE", "")
+    if wanted and wanted not in KINDS:
+        raise ValueError(f"DEVICE must be one of {', '.join(KINDS)}, got {wanted!r}")
+    if wanted == "virtual":
+        return "virtual"
+    present = _npu_present()
+    if wanted == "npu" and not present:
+        raise ValueError("DEVICE is npu, but torch_npu is not installed or sees no NPU")
+    return "npu" if present else "virtual"
+
+
+def _npu_present() -> bool:
+    if importlib.util.find_spec("torch_npu") is None:
+        return False
+    try:
+        import torch_npu  # noqa: F401
+    except (ImportError, OSError):  # CANN is not installed, or its environment is not set
+        return False
+    return bool(torch.npu.is_available())  # type: ignore[attr-defined]
+
+
+def open_device(kind: str, release: str) -> Device:
+    """The device of that kind in this process.
+
+    Args:
+        kind: "npu" or "virtual".
+        release: bishengir release of the virtual NPU; a real NPU uses the one of its CANN.
+
+    Raises:
+        ValueError: another kind, or an unknown release.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    return RealDevice() if kind == "npu" else VirtualDevice(release)
+
+
+def _package(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"{name} (not installed)"
+
+
+class _HostOps(TorchDispatchMode):
+    """Lists torch ops on more than a few elements: they run on the host here and on the NPU
+    there, so a predicted time without them would be too good."""
+
+    FREE = frozenset(
+        {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "view", "_unsafe_view", "set_"}
+        | {"_reshape_alias", "expand", "permute", "transpose", "t", "slice", "select", "as_strided", "detach", "alias"}
+        | {"unsqueeze", "squeeze", "unbind", "split", "split_with_sizes", "lift_fresh", "unfold"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if name in self.FREE:
+            return func(*args, **kwargs)
+        if any(tensor.numel() > SMALL_ELEMENTS for tensor in tensors):
+            self.found[name] = None
+            raise NotTimedError(self.message())
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.numel() > SMALL_ELEMENTS:
+            self.found[name] = None
+            raise NotTimedError(self.message())
+        return result
+
+    def message(self) -> str:
+        return (
+            f"the timed call runs torch.{', '.join(self.found)} on more than {SMALL_ELEMENTS} elements: "
+            "the virtual NPU predicts the time of kernels only, so do that work in a kernel"
+        )
+
+
+class VirtualDevice:
+    """The model of a 910B3: the compiled kernels run in Python, time is predicted."""
+
+    kind = "virtual"
+
+    def __init__(self, release: str) -> None:
+        if release not in virtual_npu.RELEASES:
+            raise ValueError(f"release must be one of {', '.join(virtual_npu.RELEASES)}, got {release!r}")
+        self.release = release
+
+    def describe(self) -> dict[str, str]:
+        """As `Device.describe`."""
+        return {
+            "kind": self.kind,
+            "name": "virtual Ascend 910B3",
+            "compiler": f"{_package('triton-ascend')}, bishengir {self.release}",
+            "time": "predicted",
+        }
+
+    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, int | None]:
+        """As `Device.values`."""
+        with virtual_npu.run(mode="values", release=self.release, cores=cores) as recording:
+            returned = call(inputs)
+        return returned, len(recording.kernels)
+
+    def time(self, call: Call, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Timing:
+        """As `Device.time`; the tensors' memory is never touched."""
+        inputs = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        device = virtual_npu.run(mode="timing", release=self.release, cores=virtual_npu.CORES)
+        with device as recording, _HostOps() as host:
+            call(inputs)
+        if host.found:
+            raise NotTimedError(host.message())
+        if not recording.kernels:
+            raise NotTimedError("no Triton kernel was launched: the virtual NPU predicts the time of kernels only")
+        if not (math.isfinite(recording.ms) and recording.ms > 0):
+            raise NotTimedError(f"the predicted time is {recording.ms} ms")
+        return Timing(recording.ms, recording.cube_utilisation)
+
+
+class RealDevice:
+    """An NPU through torch_npu: 5 warm-ups, 30 repeats between events, the median."""
+
+    kind = "npu"
+
+    def __init__(self) -> None:
+        import torch_npu  # noqa: F401
+
+        self.npu: Any = torch.npu  # type: ignore[attr-defined]
+
+    def describe(self) -> dict[str, str]:
+        """As `Device.describe`."""
+        name = str(self.npu.get_device_name(0))
+        return {
+            "kind": self.kind,
+            "name": name,
+            "compiler": f"{_package('triton-ascend')}, {_package('torch-npu')}",
+            "time": "measured",
+        }
+
+    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, int | None]:
+        """As `Device.values`; the chip has the cores that it has."""
+        moved = {name: tensor.npu() for name, tensor in inputs.items()}  # type: ignore[attr-defined]
+        returned = call(moved)
+        self.npu.synchronize()
+        for name, tensor in inputs.items():  # so that an overwritten input shows
+            tensor.copy_(moved[name].cpu())
+        if isinstance(returned, (tuple, list)):
+            return tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in returned), None
+        return returned, None
+
+    def time(self, call: Call, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Timing:
+        """As `Device.time`; inputs are random."""
+        inputs = {name: torch.randn(shape, device="npu").to(dtype) for name, (shape, dtype) in shapes.items()}
+        for _ in range(WARM_UPS):
+            call(inputs)
+        times = []
+        for _ in range(REPEATS):
+            start, end = self.npu.Event(enable_timing=True), self.npu.Event(enable_timing=True)
+            start.record()
+            call(inputs)
+            end.record()
+            self.npu.synchronize()
+            times.append(float(start.elapsed_time(end)))
+        return Timing(statistics.median(times))

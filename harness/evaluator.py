@@ -1,0 +1,333 @@
+"""Evaluates submissions case by case in child processes: check first, then time.
+
+The parent makes the inputs from a seed that the child never sees, computes the reference
+and judges; the child only calls the submission. The textbook is timed in a child of its
+own, where no submission was ever imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import queue
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checks import OUTPUTS, Verdict, expected, form_fault, judge
+from .configs import Case, heads_to_check, input_rule, make_inputs, seed_for, work_of_head
+from .measures import Measures, merge
+from .process import Child, ChildCrash, ChildTimeout
+from .reference import reference_fwd
+from .results import CaseResult, Status
+
+MODES = ("check", "score")
+# Values of one head with n=1024 and d=64 cost one unit of work; see heads_to_check.
+WORK = 6.0
+CHUNK_ELEMENTS = 1 << 24  # of one tensor, when all heads are checked chunk by chunk
+PUBLISHED = "vendor, published"
+MEASURED = "vendor, same run"
+TEXTBOOK = "textbook, same run"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to evaluate.
+
+    Attributes:
+        device: "virtual" or "npu".
+        release: bishengir release of the virtual NPU, "1.1.0" or "1.2.0".
+        mode: "check", or "score" to time what passed too.
+        full: check all heads.
+        jobs: cases at a time; an NPU takes one.
+        seconds: time limit of one call of a child.
+        memory_bytes: memory limit of one child.
+        public_seed, secret_seed: of the inputs.
+        work: bound of the values computed for a case, see `configs.heads_to_check`.
+        kernels_required: a submission that launches no kernel does not pass.
+    """
+
+    device: str = "virtual"
+    release: str = "1.1.0"
+    mode: str = "check"
+    full: bool = False
+    jobs: int = 2
+    seconds: float = 180.0
+    memory_bytes: int = 6 << 30
+    public_seed: int = 0
+    secret_seed: int = field(default_factory=lambda: secrets.randbits(63))
+    work: float = WORK
+    kernels_required: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.jobs < 1:
+            raise ValueError(f"jobs must be at least 1, got {self.jobs}")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds must be above 0, got {self.seconds}")
+
+
+class _Fault(Exception):
+    """A status that ends a case."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Evaluator:
+    """Evaluates one case after another in its own children; use one for each thread.
+
+    Args:
+        submissions: the file of each suite.
+        settings: how to evaluate.
+    """
+
+    def __init__(self, submissions: dict[str, Path], settings: Settings) -> None:
+        self.submissions, self.settings = submissions, settings
+        threads = max(1, torch.get_num_threads())
+        options = (settings.device, settings.release, threads, settings.memory_bytes)
+        self.child, self.trusted = Child(*options), Child(*options)
+
+    def close(self) -> None:
+        """End the children."""
+        self.child.close()
+        self.trusted.close()
+
+    def kill(self) -> None:
+        """End the children from another thread."""
+        self.child.kill()
+        self.trusted.kill()
+
+    def describe(self) -> dict[str, str]:
+        """The device, as `devices.Device.describe` tells it.
+
+        Raises:
+            RuntimeError: the device cannot be opened.
+        """
+        try:
+            answer = self._ask(self.trusted, {"op": "describe"})
+        except _Fault as fault:
+            raise RuntimeError(str(fault)) from None
+        return dict(answer["device"])
+
+    def evaluate(self, case: Case) -> CaseResult:
+        """Check a case and, in mode "score" and when it passed, time it. Never raises for what
+        a submission does."""
+        start = time.monotonic()
+        result = self._checked(case)
+        if result.status is Status.PASSED and self.settings.mode == "score" and case.kind == "performance":
+            result = self._timed(result)
+        return dataclasses.replace(result, seconds=time.monotonic() - start)
+
+    def _ask(self, child: Child, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            answer = child.request(request, self.settings.seconds)
+        except ChildTimeout as error:
+            raise _Fault(Status.TIMEOUT, str(error)) from None
+        except ChildCrash as error:
+            raise _Fault(Status.RUNTIME_ERROR, str(error)) from None
+        if "status" in answer:
+            raise _Fault(Status(answer["status"]), str(answer.get("message", "")))
+        return answer
+
+    def _request(self, op: str, case: Case) -> dict[str, Any]:
+        return {
+            "op": op,
+            "suite": case.suite,
+            "path": str(self.submissions[case.suite].resolve()),
+            "causal": case.causal,
+            "sm_scale": input_rule().sm_scale,
+        }
+
+    def _checked(self, case: Case) -> CaseResult:
+        """Values of some heads, or of all in chunks, against the reference."""
+        verdict, heads = Verdict(Status.PASSED), 0
+        measured: list[Measures] = []
+        try:
+            for part, (z, h) in enumerate(chunks(case, self.settings)):
+                verdict = self._check_part(case, part, z, h)
+                heads += z * h
+                if verdict.measures is not None:
+                    measured.append(verdict.measures)
+                if verdict.status is not Status.PASSED:
+                    break
+        except _Fault as fault:
+            verdict = Verdict(fault.status, str(fault))
+        except Exception as error:  # what a child wrote is not to be trusted
+            verdict = Verdict(Status.RUNTIME_ERROR, f"its outputs could not be judged: {type(error).__name__}: {error}")
+        together = merge(measured) if measured else None
+        return CaseResult(
+            case,
+            verdict.status,
+            verdict.message,
+            heads_checked=min(heads, case.heads),
+            max_abs_error=_finite(together.max_abs) if together else None,
+            rms_error=_finite(together.rms) if together else None,
+            vs_torch=_finite(together.vs_torch) if together else None,
+        )
+
+    def _check_part(self, case: Case, part: int, z: int, h: int) -> Verdict:
+        settings = self.settings
+        inputs = make_inputs(case, z, h, seed_for(case, settings.public_seed, settings.secret_seed, part))
+        if case.suite == "backward":
+            out, lse = reference_fwd(inputs["q"], inputs["k"], inputs["v"], case.causal, input_rule().sm_scale)
+            inputs |= {"out": out.to(case.torch_dtype), "lse": lse.float()}
+        form = [[list(shape), str(dtype)] for shape, dtype in expected(case, z, h).values()]
+        with tempfile.TemporaryDirectory(prefix="check-") as folder:
+            files = {"inputs": f"{folder}/inputs.pt", "outputs": f"{folder}/outputs.pt"}
+            torch.save(inputs, files["inputs"])
+            request = {**self._request("values", case), **files, "expected": form, "cores": _cores(z * h)}
+            answer = self._ask(self.child, request)
+            wrong = form_fault(case, z, h, answer["returned"])
+            if wrong is not None:
+                return wrong
+            saved = torch.load(files["outputs"], weights_only=True)
+        outputs = dict(zip(OUTPUTS[case.suite], saved["outputs"], strict=True))
+        verdict = judge(case, inputs, saved["inputs"], outputs)
+        if verdict.status is Status.PASSED and settings.kernels_required and answer["launches"] == 0:
+            return Verdict(Status.RUNTIME_ERROR, "no Triton kernel was launched", verdict.measures)
+        return verdict
+
+    def _timed(self, result: CaseResult) -> CaseResult:
+        """Time the submission, the textbook and, on an NPU, the vendor's operator."""
+        case = result.case
+        dtype = str(case.torch_dtype).removeprefix("torch.")
+        full = (case.z, case.h, case.n, case.d)
+        shapes: dict[str, Any] = dict.fromkeys(("q", "k", "v"), (full, dtype))
+        if case.suite == "backward":
+            shapes |= {"dout": (full, dtype), "out": (full, dtype), "lse": (full[:3], "float32")}
+        request = {**self._request("time", case), "shapes": shapes}
+        try:
+            own = self._ask(self.child, request)
+        except _Fault as fault:
+            return dataclasses.replace(result, status=fault.status, message=f"when timed: {fault}")
+        notes, textbook_ms = [], None
+        try:
+            textbook_ms = float(self._ask(self.trusted, {**request, "path": "", "baseline": "textbook"})["ms"])
+        except _Fault as fault:
+            notes.append(f"no textbook time: {fault.status.value}: {fault}")
+        baseline, baseline_ms = "", None
+        if self.settings.device == "npu":
+            try:
+                baseline_ms = float(self._ask(self.trusted, {**request, "path": "", "baseline": "vendor"})["ms"])
+                baseline = MEASURED
+            except _Fault as fault:
+                notes.append(f"no vendor time: {fault.status.value}: {fault}")
+        if baseline_ms is None and case.baseline_ms is not None:
+            baseline, baseline_ms = PUBLISHED, case.baseline_ms
+        if baseline_ms is None and textbook_ms is not None:
+            baseline, baseline_ms = TEXTBOOK, textbook_ms
+        return dataclasses.replace(
+            result,
+            ms=float(own["ms"]),
+            cube_utilisation=own["cube_utilisation"],
+            textbook_ms=textbook_ms,
+            baseline=baseline,
+            baseline_ms=baseline_ms,
+            message="; ".join(notes),
+        )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _cores(heads: int) -> int:
+    """Few enough simulated cores that a persistent program steps over several heads."""
+    return max(1, min(3, heads // 2))
+
+
+def chunks(case: Case, settings: Settings) -> Iterator[tuple[int, int]]:
+    """Batches and heads of each call that checks a case. Two calls on different inputs where
+    the bound allows it: what was kept from the first must not matter in the second."""
+    if not settings.full:
+        z, h = heads_to_check(case, settings.work / 2, most=8)
+        for _ in range(2 if 2 * z * h * work_of_head(case) <= settings.work else 1):
+            yield z, h
+        return
+    z, h = heads_to_check(case, 8 * settings.work, most=128)
+    h = case.h if z > 1 else h
+    z = max(1, min(z, CHUNK_ELEMENTS // (h * case.n * case.d)))
+    for start_z in range(0, case.z, z):
+        for start_h in range(0, case.h, h):
+            yield min(z, case.z - start_z), min(h, case.h - start_h)
+
+
+def evaluate(
+    cases: Sequence[Case],
+    submissions: dict[str, Path],
+    settings: Settings,
+    on_result: Callable[[CaseResult], None] | None = None,
+    on_start: Callable[[Case], None] | None = None,
+) -> list[CaseResult]:
+    """Evaluate cases, some at a time; a hang or crash costs that case only.
+
+    Args:
+        cases: what to evaluate; long ones are started first.
+        submissions: the file of each suite that occurs in `cases`.
+        settings: how.
+        on_result, on_start: called in this thread when a case ends or starts.
+
+    Returns:
+        Results in the order of `cases`.
+
+    Raises:
+        ValueError: a suite without a file.
+    """
+    for suite in sorted({case.suite for case in cases}):
+        if suite not in submissions:
+            raise ValueError(f"submissions must have a file for suite {suite}, got {sorted(submissions)}")
+    waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
+    for case in sorted(cases, key=lambda case: -case.flops / case.heads):
+        waiting.put(case)
+    events: queue.SimpleQueue[Case | CaseResult | BaseException] = queue.SimpleQueue()
+    stop = threading.Event()
+    jobs = min(settings.jobs, len(cases)) if settings.device == "virtual" else min(1, len(cases))
+    evaluators = [Evaluator(submissions, settings) for _ in range(jobs)]
+
+    def serve(evaluator: Evaluator) -> None:
+        try:
+            while not stop.is_set():
+                try:
+                    case = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                events.put(case)
+                events.put(evaluator.evaluate(case))
+        except BaseException as error:
+            events.put(error)
+        finally:
+            evaluator.close()
+
+    threads = [threading.Thread(target=serve, args=(evaluator,), daemon=True) for evaluator in evaluators]
+    results: dict[Case, CaseResult] = {}
+    try:
+        for thread in threads:
+            thread.start()
+        while len(results) < len(set(cases)):
+            event = events.get()
+            if isinstance(event, BaseException):
+                raise event
+            if isinstance(event, CaseResult):
+                results[event.case] = event
+                if on_result:
+                    on_result(event)
+            elif on_start:
+                on_start(event)
+    finally:
+        stop.set()
+        if len(results) < len(set(cases)):
+            for evaluator in evaluators:
+                evaluator.kill()
+        for thread in threads:
+            thread.join(timeout=10)
+    return [results[case] for case in cases]

@@ -1,0 +1,63 @@
+"""What an evaluation gives: a status, errors, times."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from .configs import Case
+
+
+class Status(enum.Enum):
+    """Outcome of one case; of several faults the first in this order is reported."""
+
+    PASSED = "passed"
+    WRONG_SHAPE = "wrong shape"
+    WRONG_DTYPE = "wrong dtype"
+    NON_FINITE = "non-finite"
+    NUMERICAL = "numerical"
+    COMPILE_ERROR = "compile error"
+    HAZARD = "hazard"
+    RUNTIME_ERROR = "runtime error"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One evaluated case.
+
+    Attributes:
+        case: the configuration.
+        status: outcome; only a passed case has a time.
+        message: what is wrong; for a passed case empty, or why a comparison time is missing.
+        heads_checked: how many of case.heads had their values compared.
+        ms: milliseconds of the submission at the full official shape, or None.
+        baseline: what baseline_ms is, in words; "" when there is none.
+        baseline_ms, textbook_ms: milliseconds, or None.
+        cube_utilisation: ideal cube time over all time, 0 to 1, or None.
+        max_abs_error, rms_error: over all outputs but lse, against fp64; None when not finite
+            or not computed.
+        vs_torch: largest error over that of a same-precision PyTorch run, or None.
+        seconds: wall time that the evaluation took.
+    """
+
+    case: Case
+    status: Status
+    message: str = ""
+    heads_checked: int = 0
+    ms: float | None = None
+    baseline: str = ""
+    baseline_ms: float | None = None
+    textbook_ms: float | None = None
+    cube_utilisation: float | None = None
+    max_abs_error: float | None = None
+    rms_error: float | None = None
+    vs_torch: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def speedup(self) -> float | None:
+        """Baseline over own time; None without either."""
+        if self.status is not Status.PASSED or not self.ms or not self.baseline_ms:
+            return None
+        return self.baseline_ms / self.ms

@@ -1,0 +1,187 @@
+"""The child process that runs submissions. The parent sends one JSON line a request on stdin;
+the answer is one JSON line on the pipe whose number is the first argument.
+
+    {"op": "describe"}
+    {"op": "values", "suite", "path", "causal", "sm_scale", "cores", "inputs", "outputs", "expected"}
+    {"op": "time", "suite", "path" | "baseline", "causal", "sm_scale", "shapes"}
+
+`inputs` and `outputs` name files of tensors. Nothing here decides whether an output is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+MESSAGE_LIMIT = 4000
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """The kernel ends this process when the parent dies, also in an endless loop (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class Failure(Exception):
+    """An answer that is a status and a message."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def status_of(error: BaseException) -> str:
+    """The status that an exception of a submission stands for."""
+    from triton.compiler.errors import CompilationError, MLIRCompilationError
+
+    from . import virtual_npu
+
+    if isinstance(error, (virtual_npu.CompileError, CompilationError, MLIRCompilationError)):
+        return "compile error"
+    if isinstance(error, (virtual_npu.HazardError, virtual_npu.UninitialisedReadError)):
+        return "hazard"
+    return "runtime error"
+
+
+def _describe_error(error: BaseException) -> str:
+    """Type, message and the last place in the submission's own files."""
+    text = f"{type(error).__name__}: {error}".strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    here = str(Path(__file__).resolve().parent)
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(here)
+        and "site-packages" not in frame.filename
+        and frame.filename.endswith(".py")
+    ]
+    if own:
+        text += f" ({Path(own[-1].filename).name}:{own[-1].lineno})"
+    return text[:MESSAGE_LIMIT]
+
+
+class Worker:
+    """Holds the device and the loaded submissions."""
+
+    def __init__(self, kind: str, release: str) -> None:
+        from . import poison
+        from .devices import open_device
+
+        poison.install()  # before any submission can import torch.empty by name
+        self.device = open_device(kind, release)
+        self.loaded: dict[tuple[str, str], Callable[..., Any]] = {}
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one request; exceptions of the submission become a status."""
+        try:
+            if request["op"] == "describe":
+                return {"device": self.device.describe()}
+            if request["op"] == "values":
+                return self.values(request)
+            if request["op"] == "time":
+                return self.time(request)
+            raise ValueError(f"op must be describe, values or time, got {request['op']!r}")
+        except Failure as failure:
+            return {"status": failure.status, "message": str(failure)[:MESSAGE_LIMIT]}
+        except BaseException as error:  # a submission may raise anything, SystemExit too
+            return {"status": status_of(error), "message": _describe_error(error)}
+
+    def _function(self, request: Mapping[str, Any]) -> Callable[..., Any]:
+        from .submissions import load
+
+        key = (request["path"], request["suite"])
+        if key not in self.loaded:
+            try:
+                self.loaded[key] = load(Path(request["path"]), request["suite"])
+            except BaseException as error:
+                raise Failure(status_of(error), f"import failed: {_describe_error(error)}") from error
+        return self.loaded[key]
+
+    def _call(self, request: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+        from .baselines import baseline
+
+        causal, sm_scale = bool(request["causal"]), float(request["sm_scale"])
+        if request.get("baseline"):
+            return baseline(request["baseline"], request["suite"], causal, sm_scale)
+        function = self._function(request)
+        if request["suite"] == "forward":
+            return lambda x: function(x["q"], x["k"], x["v"], causal, sm_scale)
+        return lambda x: function(x["dout"], x["q"], x["k"], x["v"], x["out"], x["lse"], causal, sm_scale)
+
+    def values(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Run on real values with fresh memory poisoned; write outputs, and inputs as they are afterwards."""
+        import torch
+
+        from .poison import poisoned_memory
+
+        call = self._call(request)
+        inputs = torch.load(request["inputs"], weights_only=True)
+        with poisoned_memory():
+            returned, launches = self.device.values(call, inputs, int(request["cores"]))
+        described = _describe_returned(returned)
+        if described == request["expected"]:
+            outputs = [tensor.detach().cpu().contiguous().clone() for tensor in returned]
+            torch.save({"outputs": outputs, "inputs": inputs}, request["outputs"])
+        return {"returned": described, "launches": launches}
+
+    def time(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Time on inputs of the given shapes."""
+        import torch
+
+        shapes = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in request["shapes"].items()}
+        timing = self.device.time(self._call(request), shapes)
+        return {"ms": timing.ms, "cube_utilisation": timing.cube_utilisation}
+
+
+def _describe_returned(returned: Any) -> Any:
+    """One [shape, dtype] for each returned tensor, [None, type] for what is none."""
+    import torch
+
+    if isinstance(returned, torch.Tensor):
+        return f"one tensor of shape {list(returned.shape)}"
+    if not isinstance(returned, (tuple, list)):
+        return f"a {type(returned).__name__}"
+    return [
+        [list(value.shape), str(value.dtype)] if isinstance(value, torch.Tensor) else [None, type(value).__name__]
+        for value in returned
+    ]
+
+
+def main() -> None:
+    """Serve requests until stdin ends."""
+    _die_with_parent()
+    faulthandler.enable()
+    out_fd, kind, release, threads = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    requests = io.TextIOWrapper(os.fdopen(os.dup(0), "rb"))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)  # a submission that reads stdin gets its end
+    import torch
+
+    torch.set_num_threads(threads)
+    worker: Worker | None = None
+    with os.fdopen(out_fd, "w") as answers:
+        for line in requests:
+            try:
+                if worker is None:
+                    worker = Worker(kind, release)
+            except Exception as error:
+                answer = {"status": "runtime error", "message": f"device {kind}: {_describe_error(error)}"}
+            else:
+                answer = worker.answer(json.loads(line))
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()

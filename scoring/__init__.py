@@ -1,0 +1,1 @@
+"""The contest's rules, reports and the command line."""

@@ -1,0 +1,24 @@
+"""Returns what it returned for the first call of that shape. Wrong for causal calls only."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from right.plain_torch import attention_bwd as right_bwd
+from right.plain_torch import attention_fwd as right_fwd
+
+_kept = {}
+
+
+def attention_fwd(q, k, v, causal=False, sm_scale=None):
+    out, lse = right_fwd(q, k, v, causal, sm_scale)
+    if causal:
+        out, lse = _kept.setdefault(("fwd", q.shape), (out, lse))
+    return out, lse
+
+
+def attention_bwd(dout, q, k, v, out, lse, causal=False, sm_scale=None):
+    dq, dk, dv = right_bwd(dout, q, k, v, out, lse, causal, sm_scale)
+    if causal:
+        dq, dk, dv = _kept.setdefault(("bwd", q.shape), (dq, dk, dv))
+    return dq, dk, dv

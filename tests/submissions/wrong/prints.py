@@ -1,0 +1,27 @@
+"""Writes to every descriptor that it finds, then ends. Wrong for causal calls only."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from right.plain_torch import attention_bwd as right_bwd
+from right.plain_torch import attention_fwd as right_fwd
+
+
+def attention_fwd(q, k, v, causal=False, sm_scale=None):
+    out, lse = right_fwd(q, k, v, causal, sm_scale)
+    if causal:
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(number, b"{}\n")
+        os._exit(0)
+    return out, lse
+
+
+def attention_bwd(dout, q, k, v, out, lse, causal=False, sm_scale=None):
+    dq, dk, dv = right_bwd(dout, q, k, v, out, lse, causal, sm_scale)
+    if causal:
+        os._exit(0)
+    return dq, dk, dv
