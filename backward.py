@@ -241,8 +241,8 @@ def _check_options(causal: bool, sm_scale: float | None) -> None:
 
 # (BM, BN) of the dk/dv kernel and of the dq kernel, by head dimension: of the tiles that fit
 # on chip with both vector cores at work, the fastest on the virtual NPU.
-_TILES_DKDV = {16: (64, 64), 32: (64, 64), 64: (64, 64), 128: (32, 32), 256: (32, 32)}
-_TILES_DQ = {16: (64, 64), 32: (64, 64), 64: (64, 64), 128: (32, 32), 256: (32, 32)}
+_TILES_DKDV = {16: (64, 128), 32: (64, 128), 64: (64, 128), 128: (128, 64), 256: (128, 32)}
+_TILES_DQ = {16: (128, 64), 32: (128, 64), 64: (128, 64), 128: (128, 64), 256: (64, 128)}
 
 
 def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, int], tuple[int, int]]:

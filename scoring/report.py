@@ -124,31 +124,33 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def _table(title: str, results: Sequence[CaseResult], columns: dict[str, Callable[[CaseResult], str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     left = {"case", "mask", "dtype", "status"}
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for result in results:
         table.add_row(*(text(result) for text in columns.values()))
     return table
 
 
-def _case_columns() -> dict[str, Callable[[CaseResult], str]]:
+def _case_columns(errors: bool) -> dict[str, Callable[[CaseResult], str]]:
     def status(result: CaseResult) -> str:
         colour = "green" if result.status is Status.PASSED else "red"
         return f"[{colour}]{result.status.value}[/]"
 
-    return {
+    columns: dict[str, Callable[[CaseResult], str]] = {
         "case": lambda result: result.case.name,
-        "Z, H, N, D": lambda result: f"{result.case.z}, {result.case.h}, {result.case.n}, {result.case.d}",
+        "Z,H,N,D": lambda result: f"{result.case.z},{result.case.h},{result.case.n},{result.case.d}",
         "mask": lambda result: "causal" if result.case.causal else "full",
         "dtype": lambda result: result.case.dtype,
         "status": status,
         "heads\nchecked": lambda result: f"{result.heads_checked}/{result.case.heads}",
         "max abs\nerror": lambda result: _number(result.max_abs_error),
-        "rms\nerror": lambda result: _number(result.rms_error),
-        "of plain\ntorch's": lambda result: "-" if result.vs_torch is None else f"x {result.vs_torch:.2f}",
     }
+    if errors:
+        columns["rms\nerror"] = lambda result: _number(result.rms_error)
+        columns["of plain\ntorch's"] = lambda result: "-" if result.vs_torch is None else f"x {result.vs_torch:.2f}"
+    return columns
 
 
 def _time_columns(time_word: str, baseline_word: str) -> dict[str, Callable[[CaseResult], str]]:
@@ -174,13 +176,13 @@ def print_report(console: Console, device: dict[str, str], results: Sequence[Cas
         performance = [result for result in own if result.case.kind == "performance"]
         baselines = sorted({result.baseline for result in own if result.baseline})
         if correctness:
-            console.print(_table(f"{suite}: correctness cases", correctness, _case_columns()))
+            console.print(_table(f"{suite}: correctness cases", correctness, _case_columns(errors=True)))
         if performance:
             level = " (configurations inferred)" if performance[0].case.level == "inferred" else ""
             title = (
                 f"{suite}: performance cases{level}" if timed else f"{suite}: performance cases{level}, checked only"
             )
-            columns = _case_columns()
+            columns = _case_columns(errors=not timed)
             if timed:
                 columns |= _time_columns(device["time"], "published" if baselines == [PUBLISHED] else device["time"])
             console.print(_table(title, performance, columns))

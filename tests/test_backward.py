@@ -1,0 +1,140 @@
+"""The backward on the virtual NPU against fp64 autograd, both compilers, races checked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from backward import HEAD_DIMS, attention_bwd, get_tiling_bwd
+from forward import attention_fwd
+from harness import virtual_npu
+
+from .test_forward import inputs, reference
+
+SCALE = 0.5
+NAMES = ("dq", "dk", "dv")
+
+
+def golden(q, k, v, dout, causal, scale) -> list[torch.Tensor]:
+    """out, lse and gradients in fp64."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = reference(*leaves, causal, scale)
+    out.backward(dout.double())
+    return [out.detach(), lse.detach(), *(x.grad for x in leaves)]
+
+
+def same_precision(q, k, v, dout, out, lse, causal, scale) -> list[torch.Tensor]:
+    """A plain PyTorch backward that rounds P and dS as the kernels do."""
+    s = q.float() @ k.float().transpose(-1, -2) * scale
+    p = (s - lse.float()[..., None]).exp()
+    if causal:
+        p = p.masked_fill(torch.ones(p.shape[-2:], dtype=torch.bool).triu(1), 0)
+    delta = (out.to(q.dtype).float() * dout.float()).sum(-1, keepdim=True)
+    ds = (p * (dout.float() @ v.float().transpose(-1, -2) - delta)).to(q.dtype).float()
+    p = p.to(q.dtype).float()
+    grads = ds @ k.float() * scale, ds.transpose(-1, -2) @ q.float() * scale, p.transpose(-1, -2) @ dout.float()
+    return [g.to(q.dtype) for g in grads]
+
+
+def check(q, k, v, dout, causal, scale, **options) -> None:
+    out, lse, *expected = golden(q, k, v, dout, causal, scale)
+    copies = [x.clone() for x in (q, k, v, dout)]
+    with virtual_npu.run(hazards=True, **options):
+        grads = attention_bwd(dout, q, k, v, out.to(q.dtype), lse.float(), causal, scale)
+    plain = same_precision(q, k, v, dout, out, lse, causal, scale)
+    floor = 1e-4 if q.dtype == torch.float16 else 1e-3
+    for name, grad, gold, other in zip(NAMES, grads, expected, plain, strict=True):
+        assert grad.dtype == q.dtype
+        limit = 2 * (other.double() - gold).abs().max().item() + floor
+        assert (grad.double() - gold).abs().max().item() <= limit, name
+        # The first keys of a causal run sum over all rows: looked at apart, relative to their size.
+        head, size = slice(0, 4), gold[:, :, :4].abs().max().item()
+        assert (grad.double() - gold)[:, :, head].abs().max().item() <= 0.02 * size + limit, name
+    for copy, x in zip(copies, (q, k, v, dout), strict=True):
+        assert torch.equal(copy, x), "an input was overwritten"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_head_dims(d, causal, release, rng) -> None:
+    q, k, v = inputs(rng, 1, 3, 256, d, torch.float16)
+    check(q, k, v, torch.randn(q.shape, generator=rng).half(), causal, SCALE, release=release, cores=2)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_bf16(d, rng) -> None:
+    q, k, v = inputs(rng, 1, 2, 256, d, torch.bfloat16)
+    check(q, k, v, torch.randn(q.shape, generator=rng).bfloat16(), True, SCALE, cores=2)
+
+
+@pytest.mark.parametrize("n", [1, 17, 65, 200])
+def test_odd_lengths(n, rng) -> None:
+    q, k, v = inputs(rng, 1, 1, n, 64, torch.float16)
+    check(q, k, v, torch.randn(q.shape, generator=rng).half(), True, SCALE, cores=2)
+
+
+def test_strided_dout(rng) -> None:
+    """A transposed and an expanded gradient give what their contiguous copies give."""
+    q, k, v = inputs(rng, 1, 2, 128, 64, torch.float16)
+    out, lse = attention_fwd(q, k, v, False, SCALE)
+    transposed = torch.randn(1, 128, 2, 64, generator=rng).half().transpose(1, 2)
+    for dout in (transposed, torch.ones((), dtype=torch.float16).expand(q.shape)):
+        strided = attention_bwd(dout, q, k, v, out, lse, False, SCALE)
+        plain = attention_bwd(dout.contiguous(), q, k, v, out, lse, False, SCALE)
+        assert all(torch.equal(a, b) for a, b in zip(strided, plain, strict=True))
+
+
+def test_two_runs_and_any_number_of_cores_give_the_same_bits(rng) -> None:
+    q, k, v = inputs(rng, 1, 3, 256, 64, torch.float16)
+    dout = torch.randn(q.shape, generator=rng).half()
+    out, lse = attention_fwd(q, k, v, True, SCALE)
+    runs = []
+    for cores in (1, 7, 20, 20):
+        with virtual_npu.run(cores=cores):
+            runs.append(attention_bwd(dout, q, k, v, out, lse, True, SCALE))
+    for grads in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, runs[0], strict=True))
+
+
+def test_both_vector_cores_have_work(rng) -> None:
+    """Found in a first version elsewhere: every store under a sub-block-0 guard, so that the
+    second vector core only repeats the first one's work."""
+    shape = (1, 8, 512, 64)
+    x, lse = torch.empty(shape, dtype=torch.float16), torch.empty(shape[:3])
+    for causal in (False, True):
+        with virtual_npu.run("timing") as record:
+            attention_bwd(x, x, x, x, x, lse, causal, SCALE)
+        for kernel in record.kernels:
+            busy = kernel.report["busy"]
+            if "aiv_mte30" in busy and "aiv_mte31" in busy:
+                assert busy["aiv_mte31"] > 0.9 * busy["aiv_mte30"], kernel.name
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_tiling_fits_official_length(d) -> None:
+    for bm, bn in get_tiling_bwd(1024, d, True):
+        assert 1024 % bm == 0
+        assert 1024 % bn == 0
+
+
+GOOD = torch.zeros(1, 2, 64, 64, dtype=torch.float16)
+LSE = torch.zeros(1, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "text"),
+    [
+        ("dout", GOOD[:, :1], ValueError, r"dout must have the shape of q, \[1, 2, 64, 64\], got \[1, 1, 64, 64\]"),
+        ("out", GOOD.float(), TypeError, "out must be torch.float16 or torch.bfloat16, got torch.float32"),
+        ("lse", LSE.half(), TypeError, "lse must be torch.float32, got torch.float16"),
+        ("lse", LSE[:, :1], ValueError, r"lse must have shape \[1, 2, 64\], got \[1, 1, 64\]"),
+        ("sm_scale", math.inf, ValueError, "sm_scale must be finite, got inf"),
+        ("causal", None, TypeError, "causal must be a bool, got NoneType"),
+    ],
+)
+def test_errors_name_the_argument(name, value, kind, text) -> None:
+    arguments = {"dout": GOOD, "q": GOOD, "k": GOOD, "v": GOOD, "out": GOOD, "lse": LSE, name: value}
+    with pytest.raises(kind, match=text):
+        attention_bwd(**arguments)
