@@ -11,13 +11,28 @@ Versions
   1  FA-2 as in the textbook: one program for each core, tiles before the diagonal without a
      mask, NaN-propagating maximum (one vmax instead of five ops), masks from float compares
      (integer ones fall to the scalar unit), wide key tiles.
+  2  An explicit pipeline for long rows: while the vector cores take the softmax of one item
+     (a block of query rows against a group of keys), the cube computes the scores of the
+     next one and the output of the last. The running maximum and the rescale come once for
+     each group instead of once for each tile; P V of a group never leaves the matrix unit.
 """
 
+import functools
 import math
+import re
+import shutil
+import subprocess
 
 import torch
 import triton
 import triton.language as tl
+
+try:  # triton-ascend 3.2.1 moved its extensions
+    import triton.language.extra.cann.extension as al
+except ImportError:
+    al = tl
+
+_sync_set, _sync_wait, _hint = al.sync_block_set, al.sync_block_wait, al.compile_hint
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -104,6 +119,202 @@ def attention_fwd_kernel_general(
         tl.store(p_lse, b_m + tl.log(b_l))
 
 
+@triton.jit
+def _tile(base, ROWS: tl.constexpr, COLS: tl.constexpr, row, col, BR: tl.constexpr, BC: tl.constexpr):
+    """Block pointer to a tile of a row-major [ROWS, COLS] scratch."""
+    return tl.make_block_ptr(base, (ROWS, COLS), (COLS, 1), (row, col), (BR, BC), (1, 0))
+
+
+@triton.jit
+def _rows(base, ROWS: tl.constexpr, row, BR: tl.constexpr):
+    """Block pointer to some elements of a vector with ROWS elements."""
+    return tl.make_block_ptr(base, (ROWS,), (1,), (row,), (BR,), (0,))
+
+
+@triton.jit
+def _softmax_rows(
+    scores, probs, stats, o_n, scale, row, r,
+    MASK: tl.constexpr, BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """exp((s - m) scale) of R rows of a group of scores; m and the row sums go to `stats`."""
+    b_s = tl.load(_tile(scores, BM, KG, r, 0, R, KG))  # [R, KG]
+    if MASK:
+        o_m = (row + r + tl.arange(0, R)).to(tl.float32)
+        b_s = tl.where(o_m[:, None] >= o_n[None, :], b_s, float("-inf"))
+    else:
+        _hint(b_s, "hivm.multi_buffer", 2)  # in a mixed kernel only the cube's loads are double-buffered by default
+    b_m = tl.max(b_s, 1)
+    # The small stores come before the large one: the next rows wait for them only.
+    tl.store(_rows(stats, BM, r, R), b_m)
+    b_p = tl.exp((b_s - b_m[:, None]) * scale)
+    tl.store(_rows(stats + BM, BM, r, R), tl.sum(b_p, 1))
+    tl.store(_tile(probs, BM, KG, r, 0, R, KG), b_p.to(probs.type.element_ty))
+
+
+@triton.jit
+def _merge(partial, acc, stats, running, scale, r, BM: tl.constexpr, D: tl.constexpr, RO: tl.constexpr):
+    """RO rows of a group's output joined with the running ones: output, maximum, sum."""
+    b_m1 = tl.load(_rows(stats, BM, r, RO))
+    b_l1 = tl.load(_rows(stats + BM, BM, r, RO))
+    b_m0 = tl.load(_rows(running, BM, r, RO))
+    b_l0 = tl.load(_rows(running + BM, BM, r, RO))
+    b_m = tl.maximum(b_m0, b_m1, propagate_nan=tl.PropagateNan.ALL)
+    b_f0 = tl.exp((b_m0 - b_m) * scale)
+    b_f1 = tl.exp((b_m1 - b_m) * scale)
+    b_o = tl.load(_tile(partial, BM, D, r, 0, RO, D))
+    b_a = tl.load(_tile(acc, BM, D, r, 0, RO, D))
+    return b_a * b_f0[:, None] + b_o * b_f1[:, None], b_m, b_l0 * b_f0 + b_l1 * b_f1
+
+
+@triton.jit
+def attention_fwd_kernel_pipeline(
+    q, k, v, out, lse, scores, probs, partial, acc, stats,
+    stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
+    stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on,
+    scale, H, TILES, N,
+    CAUSAL: tl.constexpr, GROUPS: tl.constexpr, HALVES: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+    KG: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RD: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Forward with cube and vector cores on different items; N is a multiple of KG and BM.
+
+    An item is a block of BM = HALVES * BH query rows against a group of KG keys. In step i
+      cube    scores(i) = Q K^T to scratch, event 0; waits for event 1; P V of item i - 1, event 2
+      vector  waits for event 0; P(i) and its row statistics, event 1; waits for event 2; merges
+              item i - 1 into the rows' running result, or finishes them
+    Scratch, for each core: two slots of scores [BM, KG] fp32, of probs [BM, KG] and of
+    partial [BM, D] fp32; one acc [BM, D] fp32; five stats [2, BM] fp32 (maximum, sum): four
+    slots, since one vector core may be two items ahead of the other, and the running ones.
+    Slots are free in time without further events: the cube reuses slot i of the scores after
+    it waited for event 1 of item i - 2, which both vector cores set after reading them, and
+    so on for each buffer.
+
+    Each program takes a run of query blocks, of equal length to one block; GROUPS says
+    that a block can have more than one group. The causal mask is applied only to groups on
+    the diagonal; groups above it are skipped.
+    """
+    BM: tl.constexpr = HALVES * BH
+    SLOTS: tl.constexpr = 4
+    pid = tl.program_id(0)
+    first = pid * TILES // tl.num_programs(0)
+    last = (pid + 1) * TILES // tl.num_programs(0)
+    blocks = N // BM
+    scores += pid * 2 * BM * KG
+    probs += pid * 2 * BM * KG
+    partial += pid * 2 * BM * D
+    acc += pid * BM * D
+    stats += pid * (SLOTS + 1) * 2 * BM
+    running = stats + SLOTS * 2 * BM
+    items = (last - first) * (N // KG)
+    if CAUSAL:
+        items = 0
+        for t in range(first, last):
+            items += (t % blocks * BM + BM + KG - 1) // KG
+    # Query block and group of this step's item and of the last one.
+    i_t = first
+    i_g = 0
+    i_t0 = first
+    i_g0 = 0
+    for i in range(0, items + 1):
+        # bishengir keeps the events of a loop body that stands under one `if` (1.2.0 drops
+        # those of a plain body) and still double-buffers the loads in it.
+        if items > 0:
+            if i < items:
+                i_head = i_t // blocks
+                row = i_t % blocks * BM
+                q_head = q + (i_head // H).to(tl.int64) * stride_qz + (i_head % H).to(tl.int64) * stride_qh
+                k_head = k + (i_head // H).to(tl.int64) * stride_kz + (i_head % H).to(tl.int64) * stride_kh
+                scores_slot = scores + i % 2 * BM * KG
+                b_q0 = tl.load(tl.make_block_ptr(q_head, (N, D), (stride_qn, 1), (row, 0), (BH, D), (1, 0)))
+                if HALVES == 2:
+                    b_q1 = tl.load(tl.make_block_ptr(q_head, (N, D), (stride_qn, 1), (row + BH, 0), (BH, D), (1, 0)))
+                # Two results live in L0C at once: one is drained while the other is computed.
+                for n in range(0, KG, BN * (3 - HALVES)):
+                    o_k = i_g * KG + n
+                    b_k0 = tl.load(tl.make_block_ptr(k_head, (N, D), (stride_kn, 1), (o_k, 0), (BN, D), (1, 0)))
+                    b_s0 = tl.dot(b_q0, tl.trans(b_k0))  # [BH, BN]
+                    if HALVES == 2:
+                        b_s1 = tl.dot(b_q1, tl.trans(b_k0))  # [BH, BN]
+                        tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
+                        tl.store(_tile(scores_slot, BM, KG, BH, n, BH, BN), b_s1)
+                    else:
+                        p_k1 = tl.make_block_ptr(k_head, (N, D), (stride_kn, 1), (o_k + BN, 0), (BN, D), (1, 0))
+                        b_s1 = tl.dot(b_q0, tl.trans(tl.load(p_k1)))  # [BH, BN]
+                        tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
+                        tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
+                _sync_set("cube", "vector", 0)
+                _sync_wait("cube", "vector", 0)
+                probs_slot = probs + i % 2 * BM * KG
+                stats_slot = stats + i % SLOTS * 2 * BM
+                if CAUSAL:
+                    diagonal = (i_g * KG + KG > row).to(tl.int32)
+                    o_n = (i_g * KG + tl.arange(0, KG)).to(tl.float32)
+                    for r in range(0, BM * (1 - diagonal), R):
+                        _softmax_rows(scores_slot, probs_slot, stats_slot, o_n, scale, row, r, False, BM, KG, R)
+                    for r in range(0, BM * diagonal, RD):
+                        _softmax_rows(scores_slot, probs_slot, stats_slot, o_n, scale, row, r, True, BM, KG, RD)
+                else:
+                    for r in range(0, BM, R):
+                        _softmax_rows(scores_slot, probs_slot, stats_slot, 0, scale, row, r, False, BM, KG, R)
+                _sync_set("vector", "cube", 1)
+            if i > 0:
+                i_head0 = i_t0 // blocks
+                row0 = i_t0 % blocks * BM
+                v_head = v + (i_head0 // H).to(tl.int64) * stride_vz + (i_head0 % H).to(tl.int64) * stride_vh
+                o_head = out + (i_head0 // H).to(tl.int64) * stride_oz + (i_head0 % H).to(tl.int64) * stride_oh
+                lse_rows = lse + i_head0.to(tl.int64) * N + row0
+                probs_slot0 = probs + (i + 1) % 2 * BM * KG
+                partial_slot = partial + (i + 1) % 2 * BM * D
+                _sync_wait("vector", "cube", 1)
+                b_pv = tl.zeros([BM, D], tl.float32)
+                for n in range(0, KG, KP):
+                    p_v = tl.make_block_ptr(v_head, (N, D), (stride_vn, 1), (i_g0 * KG + n, 0), (KP, D), (1, 0))
+                    b_v = tl.load(p_v)  # [KP, D]
+                    b_pv = tl.dot(tl.load(_tile(probs_slot0, BM, KG, 0, n, BM, KP)), b_v, b_pv)  # [BM, D]
+                tl.store(_tile(partial_slot, BM, D, 0, 0, BM, D), b_pv)
+                _sync_set("cube", "vector", 2)
+                _sync_wait("cube", "vector", 2)
+                stats_slot0 = stats + (i + SLOTS - 1) % SLOTS * 2 * BM
+                only = 1
+                if GROUPS:
+                    groups = N // KG
+                    if CAUSAL:
+                        groups = (row0 + BM + KG - 1) // KG
+                    only = (groups == 1).to(tl.int32)
+                    opens = ((i_g0 == 0) & (groups > 1)).to(tl.int32)
+                    closes = ((i_g0 == groups - 1) & (groups > 1)).to(tl.int32)
+                    between = 1 - only - opens - closes
+                    for r in range(0, BM * opens, RO):
+                        tl.store(_rows(running, BM, r, RO), tl.load(_rows(stats_slot0, BM, r, RO)))
+                        tl.store(_rows(running + BM, BM, r, RO), tl.load(_rows(stats_slot0 + BM, BM, r, RO)))
+                        b_o = tl.load(_tile(partial_slot, BM, D, r, 0, RO, D))
+                        tl.store(_tile(acc, BM, D, r, 0, RO, D), b_o)
+                    for r in range(0, BM * between, RO):
+                        b_a, b_m, b_l = _merge(partial_slot, acc, stats_slot0, running, scale, r, BM, D, RO)
+                        tl.store(_rows(running, BM, r, RO), b_m)
+                        tl.store(_rows(running + BM, BM, r, RO), b_l)
+                        tl.store(_tile(acc, BM, D, r, 0, RO, D), b_a)
+                    for r in range(0, BM * closes, RO):
+                        b_a, b_m, b_l = _merge(partial_slot, acc, stats_slot0, running, scale, r, BM, D, RO)
+                        p_out = tl.make_block_ptr(o_head, (N, D), (stride_on, 1), (row0 + r, 0), (RO, D), (1, 0))
+                        tl.store(p_out, (b_a / b_l[:, None]).to(out.type.element_ty))
+                        tl.store(_rows(lse_rows, BM, r, RO), b_m * scale + tl.log(b_l))
+                for r in range(0, BM * only, RO):
+                    b_m = tl.load(_rows(stats_slot0, BM, r, RO))
+                    b_l = tl.load(_rows(stats_slot0 + BM, BM, r, RO))
+                    b_o = tl.load(_tile(partial_slot, BM, D, r, 0, RO, D))
+                    p_out = tl.make_block_ptr(o_head, (N, D), (stride_on, 1), (row0 + r, 0), (RO, D), (1, 0))
+                    tl.store(p_out, (b_o / b_l[:, None]).to(out.type.element_ty))
+                    tl.store(_rows(lse_rows, BM, r, RO), b_m * scale + tl.log(b_l))
+            i_t0 = i_t
+            i_g0 = i_g
+            count = N // KG
+            if CAUSAL:
+                count = (i_t % blocks * BM + BM + KG - 1) // KG
+            done = (i_g + 1 == count).to(tl.int32)
+            i_t += done
+            i_g = (i_g + 1) * (1 - done)
+
+
 def _prepare_device(tensor: torch.Tensor) -> None:
     """CPU tensors run on the virtual NPU, which is imported only then."""
     if tensor.device.type == "cpu":
@@ -112,10 +323,25 @@ def _prepare_device(tensor: torch.Tensor) -> None:
         virtual_npu.install()
 
 
+def _device_index() -> int:
+    return triton.runtime.driver.active.get_current_device()
+
+
 def _core_count() -> int:
     """AI cores of the active device (one cube core and two vector cores each)."""
     driver = triton.runtime.driver.active
     return int(driver.utils.get_device_properties(driver.get_current_device())["num_aicore"])
+
+
+@functools.lru_cache
+def _compiler_release(device: int) -> str:
+    """Release of the bishengir-compile on PATH, "1.1.0" (the contest's) where it does not say."""
+    compiler = shutil.which("bishengir-compile")
+    if compiler is None:
+        return "1.1.0"
+    text = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    match = re.search(r"bishengir-compile (\d+(?:\.\d+)+)", text)
+    return match[1] if match else "1.1.0"
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor | None) -> None:
@@ -188,6 +414,63 @@ def get_tiling(Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple
     return bm, bn
 
 
+# The pipeline's constexprs by head dimension and causal: query rows in HALVES times BH, scores
+# in tiles of BN keys, groups of KG keys, P V in steps of KP keys, softmax in chunks of R rows
+# (RD on the diagonal), results in chunks of RO rows. Found on the virtual NPU.
+_PIPELINES = {
+    (64, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 32, "RD": 16, "RO": 128},
+    (64, True): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 512, "KP": 256, "R": 32, "RD": 16, "RO": 128},
+    (128, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 128, "R": 32, "RD": 16, "RO": 128},
+    (128, True): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 512, "KP": 128, "R": 32, "RD": 16, "RO": 128},
+    (256, False): {"HALVES": 1, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 32, "RD": 16, "RO": 64},
+    (256, True): {"HALVES": 1, "BH": 128, "BN": 128, "KG": 512, "KP": 256, "R": 32, "RD": 16, "RO": 64},
+}
+
+
+def get_path(
+    Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool, sm_scale: float, cores: int, release: str = "1.1.0"
+) -> str:
+    """Which kernel a shape takes: "pipeline" or "general".
+
+    The pipeline needs whole query blocks and key groups, a positive scale (the maximum is
+    taken before the scale is applied), at least two query blocks for each core, and a
+    bishengir before 1.2: that release gives some of the row loops to one vector core only,
+    whose rows the other one then reads without an event between them, and it overlaps the
+    general kernel by itself.
+    """
+    settings = _PIPELINES.get((HEAD_DIM, causal))
+    if settings is None or sm_scale <= 0 or not release.startswith(("1.0", "1.1")):
+        return "general"
+    rows = settings["HALVES"] * settings["BH"]
+    if N_CTX % rows or N_CTX % settings["KG"] or N_CTX // rows * Z * H < 2 * cores:
+        return "general"
+    return "pipeline"
+
+
+def _forward_pipeline(q, k, v, causal, scale, cores):
+    """Launch of the pipeline; its scratch depends on the cores only."""
+    z, h, n, d = q.shape
+    settings = _PIPELINES[d, causal]
+    rows, group = settings["HALVES"] * settings["BH"], settings["KG"]
+    out = torch.empty((z, h, n, d), dtype=q.dtype, device=q.device)
+    lse = torch.empty((z, h, n), dtype=torch.float32, device=q.device)
+
+    def scratch(elements, dtype=torch.float32):
+        return torch.empty(cores * elements, dtype=dtype, device=q.device)
+
+    attention_fwd_kernel_pipeline[(cores,)](
+        q, k, v, out, lse,
+        scratch(2 * rows * group), scratch(2 * rows * group, q.dtype), scratch(2 * rows * d),
+        scratch(rows * d), scratch(5 * 2 * rows),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        scale, h, z * h * n // rows, n,
+        CAUSAL=causal, GROUPS=n > group, D=d, **settings,
+        disable_auto_inject_block_sync=True,  # the events above are the whole hand-over
+        sync_solver=False,  # the default solver lets every product wait for the last one
+    )  # fmt: skip
+    return out, lse
+
+
 def attention_fwd(q, k, v, causal=False, sm_scale=None, *, block_m=None, block_n=None):
     """softmax(q kᵀ · sm_scale) v and its log-sum-exp.
 
@@ -196,7 +479,8 @@ def attention_fwd(q, k, v, causal=False, sm_scale=None, *, block_m=None, block_n
             contiguous last dimension; D in {16, 32, 64, 128, 256}.
         causal: row i sees keys 0 to i.
         sm_scale: factor on the scores; default 1 / sqrt(D).
-        block_m, block_n: tile sizes instead of those of `get_tiling`.
+        block_m, block_n: tile sizes for the general path, instead of those of `get_tiling`;
+            giving one of them selects that path.
 
     Returns:
         out [Z, H, N, D] in q's dtype, and lse [Z, H, N], fp32, natural logarithm.
@@ -213,6 +497,9 @@ def attention_fwd(q, k, v, causal=False, sm_scale=None, *, block_m=None, block_n
     z, h, n, d = q.shape
     scale = d**-0.5 if sm_scale is None else float(sm_scale)
     _prepare_device(q)
+    cores, release = _core_count(), _compiler_release(_device_index())
+    if block_m is None and block_n is None and get_path(z, h, n, d, causal, scale, cores, release) == "pipeline":
+        return _forward_pipeline(q, k, v, causal, scale, cores)
     tile_m, tile_n = get_tiling(z, h, n, d, causal)
     bm, bn = block_m or tile_m, block_n or tile_n
     padded = triton.cdiv(n, max(bm, bn)) * max(bm, bn)
@@ -222,7 +509,7 @@ def attention_fwd(q, k, v, causal=False, sm_scale=None, *, block_m=None, block_n
         q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, padded - n)) for x in (q, k, v))
     out = torch.empty((z, h, padded, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((z, h, padded), dtype=torch.float32, device=q.device)
-    programs = min(_core_count(), padded // bm * z * h)
+    programs = min(cores, padded // bm * z * h)
     attention_fwd_kernel_general[(programs,)](
         q, k, v, out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],

@@ -14,7 +14,7 @@ import torch
 CONFIGS = Path(__file__).resolve().with_name("configs.toml")
 SUITES = ("forward", "backward")
 KINDS = ("correctness", "performance")
-BACKWARD_WORK = 3.0  # values of a backward head over those of a forward head
+BACKWARD_WORK = 4.0  # values of a backward head over those of a forward head
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -28,10 +28,12 @@ class NotTimedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one call: milliseconds, and the cube's ideal share of it (0 to 1) where known."""
+    """Time of one call: milliseconds, and where known the cube's ideal share of it (0 to 1) and
+    the names of the kernels that ran."""
 
     ms: float
     cube_utilisation: float | None = None
+    kernels: tuple[str, ...] | None = None
 
 
 class Device(Protocol):
@@ -42,9 +44,11 @@ class Device(Protocol):
     def describe(self) -> dict[str, str]:
         """kind, name, compiler and time ("predicted" or "measured")."""
 
-    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, int | None]:
-        """Run a call on CPU inputs; returns what it returned, on the CPU, and the number of
-        kernel launches where known."""
+    def values(
+        self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int
+    ) -> tuple[Any, tuple[str, ...] | None]:
+        """Run a call on CPU inputs; returns what it returned, on the CPU, and the names of the
+        kernels that ran, where known."""
 
     def time(self, call: Call, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Timing:
         """Time a call on inputs of those shapes and dtypes."""
@@ -137,6 +141,10 @@ class _HostOps(TorchDispatchMode):
         )
 
 
+def _names(recording: virtual_npu.Recording) -> tuple[str, ...]:
+    return tuple(sorted({kernel.name for kernel in recording.kernels}))
+
+
 class VirtualDevice:
     """The model of a 910B3: the compiled kernels run in Python, time is predicted."""
 
@@ -156,11 +164,13 @@ class VirtualDevice:
             "time": "predicted",
         }
 
-    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, int | None]:
-        """As `Device.values`."""
-        with virtual_npu.run(mode="values", release=self.release, cores=cores) as recording:
+    def values(
+        self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int
+    ) -> tuple[Any, tuple[str, ...] | None]:
+        """As `Device.values`, with every hazard an error."""
+        with virtual_npu.run(mode="values", release=self.release, cores=cores, hazards=True) as recording:
             returned = call(inputs)
-        return returned, len(recording.kernels)
+        return returned, _names(recording)
 
     def time(self, call: Call, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Timing:
         """As `Device.time`; the tensors' memory is never touched."""
@@ -174,7 +184,7 @@ class VirtualDevice:
             raise NotTimedError("no Triton kernel was launched: the virtual NPU predicts the time of kernels only")
         if not (math.isfinite(recording.ms) and recording.ms > 0):
             raise NotTimedError(f"the predicted time is {recording.ms} ms")
-        return Timing(recording.ms, recording.cube_utilisation)
+        return Timing(recording.ms, recording.cube_utilisation, _names(recording))
 
 
 class RealDevice:
@@ -197,7 +207,9 @@ class RealDevice:
             "time": "measured",
         }
 
-    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, int | None]:
+    def values(
+        self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int
+    ) -> tuple[Any, tuple[str, ...] | None]:
         """As `Device.values`; the chip has the cores that it has."""
         moved = {name: tensor.npu() for name, tensor in inputs.items()}  # type: ignore[attr-defined]
         returned = call(moved)

@@ -29,8 +29,7 @@ from .reference import reference_fwd
 from .results import CaseResult, Status
 
 MODES = ("check", "score")
-# Values of one head with n=1024 and d=64 cost one unit of work; see heads_to_check.
-WORK = 6.0
+WORK = 40.0  # bound of the values of a case, in heads with n=1024 and d=64; see heads_to_check
 CHUNK_ELEMENTS = 1 << 24  # of one tensor, when all heads are checked chunk by chunk
 PUBLISHED = "vendor, published"
 MEASURED = "vendor, same run"
@@ -96,6 +95,7 @@ class Evaluator:
         threads = max(1, torch.get_num_threads())
         options = (settings.device, settings.release, threads, settings.memory_bytes)
         self.child, self.trusted = Child(*options), Child(*options)
+        self.checked_kernels: set[str] = set()  # of the current case
 
     def close(self) -> None:
         """End the children."""
@@ -123,6 +123,7 @@ class Evaluator:
         """Check a case and, in mode "score" and when it passed, time it. Never raises for what
         a submission does."""
         start = time.monotonic()
+        self.checked_kernels = set()
         result = self._checked(case)
         if result.status is Status.PASSED and self.settings.mode == "score" and case.kind == "performance":
             result = self._timed(result)
@@ -191,9 +192,10 @@ class Evaluator:
             if wrong is not None:
                 return wrong
             saved = torch.load(files["outputs"], weights_only=True)
+        self.checked_kernels |= set(answer["kernels"] or ())
         outputs = dict(zip(OUTPUTS[case.suite], saved["outputs"], strict=True))
         verdict = judge(case, inputs, saved["inputs"], outputs)
-        if verdict.status is Status.PASSED and settings.kernels_required and answer["launches"] == 0:
+        if verdict.status is Status.PASSED and settings.kernels_required and answer["kernels"] == []:
             return Verdict(Status.RUNTIME_ERROR, "no Triton kernel was launched", verdict.measures)
         return verdict
 
@@ -210,6 +212,10 @@ class Evaluator:
             own = self._ask(self.child, request)
         except _Fault as fault:
             return dataclasses.replace(result, status=fault.status, message=f"when timed: {fault}")
+        unchecked = sorted(set(own["kernels"] or ()) - self.checked_kernels)
+        if unchecked:
+            text = f"timed {', '.join(unchecked)}, which the check on fewer heads did not run"
+            return dataclasses.replace(result, status=Status.RUNTIME_ERROR, message=text)
         notes, textbook_ms = [], None
         try:
             textbook_ms = float(self._ask(self.trusted, {**request, "path": "", "baseline": "textbook"})["ms"])
@@ -254,7 +260,7 @@ def chunks(case: Case, settings: Settings) -> Iterator[tuple[int, int]]:
         for _ in range(2 if 2 * z * h * work_of_head(case) <= settings.work else 1):
             yield z, h
         return
-    z, h = heads_to_check(case, 8 * settings.work, most=128)
+    z, h = heads_to_check(case, 4 * settings.work, most=128)
     h = case.h if z > 1 else h
     z = max(1, min(z, CHUNK_ELEMENTS // (h * case.n * case.d)))
     for start_z in range(0, case.z, z):

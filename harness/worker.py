@@ -128,12 +128,12 @@ class Worker:
         call = self._call(request)
         inputs = torch.load(request["inputs"], weights_only=True)
         with poisoned_memory():
-            returned, launches = self.device.values(call, inputs, int(request["cores"]))
+            returned, kernels = self.device.values(call, inputs, int(request["cores"]))
         described = _describe_returned(returned)
         if described == request["expected"]:
             outputs = [tensor.detach().cpu().contiguous().clone() for tensor in returned]
             torch.save({"outputs": outputs, "inputs": inputs}, request["outputs"])
-        return {"returned": described, "launches": launches}
+        return {"returned": described, "kernels": kernels}
 
     def time(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Time on inputs of the given shapes."""
@@ -141,7 +141,7 @@ class Worker:
 
         shapes = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in request["shapes"].items()}
         timing = self.device.time(self._call(request), shapes)
-        return {"ms": timing.ms, "cube_utilisation": timing.cube_utilisation}
+        return {"ms": timing.ms, "cube_utilisation": timing.cube_utilisation, "kernels": timing.kernels}
 
 
 def _describe_returned(returned: Any) -> Any:

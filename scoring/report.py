@@ -158,7 +158,7 @@ def _time_columns(time_word: str, baseline_word: str) -> dict[str, Callable[[Cas
         return "-" if result.cube_utilisation is None else f"{100 * result.cube_utilisation:.1f} %"
 
     return {
-        f"ms\n{time_word}": lambda result: _number(result.ms),
+        f"own\n{time_word}": lambda result: _number(result.ms),
         f"baseline\n{baseline_word}": lambda result: _number(result.baseline_ms),
         f"textbook\n{time_word}": lambda result: _number(result.textbook_ms),
         "speed-\nup": lambda result: _number(result.speedup),
@@ -179,9 +179,7 @@ def print_report(console: Console, device: dict[str, str], results: Sequence[Cas
             console.print(_table(f"{suite}: correctness cases", correctness, _case_columns(errors=True)))
         if performance:
             level = " (configurations inferred)" if performance[0].case.level == "inferred" else ""
-            title = (
-                f"{suite}: performance cases{level}" if timed else f"{suite}: performance cases{level}, checked only"
-            )
+            title = f"{suite}: performance cases{level}, " + ("times in ms" if timed else "checked only")
             columns = _case_columns(errors=not timed)
             if timed:
                 columns |= _time_columns(device["time"], "published" if baselines == [PUBLISHED] else device["time"])

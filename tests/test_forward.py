@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from forward import HEAD_DIMS, _attention, attention, attention_fwd, get_tiling
+from forward import HEAD_DIMS, _attention, attention, attention_fwd, get_path, get_tiling
 from harness import virtual_npu
 
 SCALE = 0.5
@@ -141,6 +141,36 @@ def test_autograd_function(rng) -> None:
     for x, gold in zip((q, k, v), golden, strict=True):
         torch.testing.assert_close(x.grad.double(), gold.grad, rtol=2e-2, atol=5e-3)
     assert issubclass(_attention, torch.autograd.Function)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_pipeline(d, causal, rng) -> None:
+    """One group of keys, and (causal) more than one; programs step over several heads."""
+    assert get_path(1, 2, 1024, d, causal, SCALE, 2) == "pipeline"
+    check(*inputs(rng, 1, 2, 1024, d, torch.float16), causal, SCALE, cores=2)
+
+
+@pytest.mark.parametrize("schedule", ["cube-first", "vector-first", "alternate"])
+def test_pipeline_merges_groups(schedule, rng) -> None:
+    """Rows longer than a group: the running maximum moves between groups, also upwards."""
+    q, k, v = inputs(rng, 1, 1, 3072, 64, torch.bfloat16)
+    k[:, :, 1024:2048] *= 8
+    check(q, k, v, False, SCALE, cores=3, schedule=schedule)
+
+
+@pytest.mark.parametrize("factor", [5.0, 20.0])
+def test_pipeline_large_logits(factor, rng) -> None:
+    check(*inputs(rng, 1, 1, 1024, 64, torch.float16, factor), True, SCALE, cores=1)
+
+
+def test_path_by_shape_scale_and_compiler() -> None:
+    assert get_path(128, 8, 8192, 64, False, 0.5, 20) == "pipeline"
+    assert get_path(128, 8, 8192, 64, False, -0.5, 20) == "general"
+    assert get_path(128, 8, 8192, 32, False, 0.5, 20) == "general"
+    assert get_path(128, 8, 1000, 64, False, 0.5, 20) == "general"
+    assert get_path(1, 2, 1024, 64, False, 0.5, 20) == "general"
+    assert get_path(128, 8, 8192, 64, False, 0.5, 20, "1.2.0") == "general"
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)

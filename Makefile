@@ -1,0 +1,66 @@
+# Everything runs in .venv of this checkout; `make setup` makes it.
+PYTHON ?= python3
+RELEASE ?= 1.1.0
+JOBS ?= 2
+ARGS ?=
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+PIP_VERSION := 26.3
+TORCH := torch==2.13.0+cpu
+SECOND := 1.2.0
+SECOND_DIR := .toolchain/bishengir-$(SECOND)
+SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check score test check-full bench lint clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  RELEASE=1.1.0|1.2.0 (compiler), JOBS=N (cases at a time), ARGS='...' (see python -m scoring --help)"
+	@echo "  DEVICE=npu|virtual in the environment chooses the device"
+
+setup: ## .venv with pinned packages and both compilers; NPU=1 keeps the machine's torch, torch_npu, triton-ascend
+ifeq ($(NPU),1)
+	test -x $(PY) || $(PYTHON) -m venv --system-site-packages .venv
+	$(PIP) install --quiet pip==$(PIP_VERSION)
+	$(PIP) install --quiet --group base --group dev
+else
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	@$(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	  { echo "error: Python must be 3.11 (the compiler's wheels are), got $$($(PY) -V); make setup PYTHON=python3.11" >&2; exit 1; }
+	$(PIP) install --quiet pip==$(PIP_VERSION)
+	$(PIP) install --quiet "$(TORCH)" 2>/dev/null || \
+	  $(PIP) install --quiet "$(TORCH)" --extra-index-url https://download.pytorch.org/whl/cpu
+	$(PIP) install --quiet --group base --group virtual --group dev
+	chmod +x "$$($(PY) -c 'import ascendnpuir, pathlib; print(pathlib.Path(ascendnpuir.__file__).parent / "bin")')"/*
+	test -x $(SECOND_DIR)/ascendnpuir/bin/bishengir-compile || { \
+	  set -e; rm -rf $(SECOND_DIR) .toolchain/download; \
+	  $(PIP) download --quiet --no-deps --dest .toolchain/download ascendnpu-ir==$(SECOND); \
+	  $(PY) -m zipfile -e .toolchain/download/ascendnpu_ir-$(SECOND)-*.whl $(SECOND_DIR); \
+	  chmod +x $(SECOND_DIR)/ascendnpuir/bin/*; rm -r .toolchain/download; }
+	@$(PY) -c 'from harness import virtual_npu; print("compilers:", ", ".join(virtual_npu.available_releases()))'
+endif
+	@echo "ready: make score"
+
+check: ## correctness of both suites
+	$(SCORING) --mode check $(ARGS)
+
+score: ## correctness, then time; writes results/score.json
+	$(SCORING) --mode score $(ARGS)
+
+check-full: ## correctness of all heads of all cases (hours)
+	$(SCORING) --mode check --full $(ARGS)
+
+test: ## the tests
+	$(PY) -m pytest $(ARGS)
+
+bench: ## host time of the toolchain and of the virtual NPU
+	$(PY) -m pytest -o addopts= -W error -p no:cacheprovider --benchmark-only tests/bench_virtual_npu.py $(ARGS)
+
+lint: ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+clean: ## caches; leaves .venv and the compilers
+	rm -rf .cache .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -r {} +

@@ -1,0 +1,225 @@
+"""The evaluator against right and wrong submissions. They are plain PyTorch, so that nothing
+here depends on the kernels; each wrong one is wrong for causal calls only."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness import devices
+from harness.configs import Case
+from harness.evaluator import Evaluator, Settings, chunks, evaluate
+from harness.process import Child, ChildCrash, ChildTimeout
+from harness.results import Status
+
+SUBMISSIONS = Path(__file__).parent / "submissions"
+RIGHT = SUBMISSIONS / "right" / "plain_torch.py"
+MEMORY = 3 << 30
+S = Status
+
+
+def _case(suite: str, number: int, causal: bool, dtype: str = "fp16", n: int = 64) -> Case:
+    return Case(suite, "correctness", number, f"T{number}", 2, 2, n, 32, causal, dtype, "public")
+
+
+def _three(suite: str) -> list[Case]:
+    """One causal case between two that are not."""
+    return [_case(suite, 1, False), _case(suite, 2, True), _case(suite, 3, False, "bf16")]
+
+
+def _settings(**options) -> Settings:
+    return Settings(**{"jobs": 1, "kernels_required": False, "memory_bytes": MEMORY, "seconds": 60.0, **options})
+
+
+WRONG = {
+    # file: (status in the forward, status in the backward, a part of the message)
+    "zeros": (S.NUMERICAL, S.NUMERICAL, "relative RMS|off by"),
+    "nan": (S.NON_FINITE, S.NON_FINITE, "NaN or infinite"),
+    "unwritten": (S.NON_FINITE, S.NON_FINITE, "NaN or infinite"),
+    "wrong_dtype": (S.WRONG_DTYPE, S.WRONG_DTYPE, "has dtype torch.float32, expected torch.float16"),
+    "wrong_shape": (S.WRONG_SHAPE, S.WRONG_SHAPE, r"has shape \[2, .*expected \[2, 2, 64, 32\]"),
+    "too_few": (S.WRONG_SHAPE, S.WRONG_SHAPE, "expected .(out, lse|dq, dk, dv)"),
+    "raises": (S.RUNTIME_ERROR, S.RUNTIME_ERROR, r"RuntimeError: no such luck \(raises.py:\d+\)"),
+    "exits": (S.RUNTIME_ERROR, S.RUNTIME_ERROR, "exited with code 3"),
+    "segfault": (S.RUNTIME_ERROR, S.RUNTIME_ERROR, "ended by SIGSEGV"),
+    "leaves": (S.RUNTIME_ERROR, S.RUNTIME_ERROR, "SystemExit"),
+    "overwrites_input": (S.NUMERICAL, S.NUMERICAL, "input overwritten: (q|v)"),
+    "no_mask": (S.NUMERICAL, S.NUMERICAL, "off by"),
+    "wrong_lse": (S.NUMERICAL, S.NUMERICAL, "lse|dk"),
+    "wrong_tile": (S.NUMERICAL, S.NUMERICAL, "off by|relative RMS"),
+    "cached": (S.NUMERICAL, S.NUMERICAL, "off by"),
+    "prints": (S.RUNTIME_ERROR, S.RUNTIME_ERROR, "answer|exited|judged"),
+}
+
+
+@pytest.mark.parametrize("suite", ["forward", "backward"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_submission_gets_its_status_for_that_case_only(name: str, suite: str) -> None:
+    *statuses, message = WRONG[name]
+    results = evaluate(_three(suite), {suite: SUBMISSIONS / "wrong" / f"{name}.py"}, _settings())
+    wanted = statuses[suite == "backward"]
+    assert [result.status for result in results] == [S.PASSED, wanted, S.PASSED], [r.message for r in results]
+    assert pytest.approx(0, abs=1e-2) == results[0].max_abs_error
+    assert_matches(message, results[1].message)
+    assert results[1].speedup is None
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    import re
+
+    assert re.search(pattern, text), text
+
+
+@pytest.mark.parametrize("name", ["hangs", "hangs_with_children"])
+def test_an_endless_loop_costs_its_time_limit(name: str) -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    start = time.monotonic()
+    settings = _settings(seconds=8.0)
+    results = evaluate(_three("forward"), {"forward": SUBMISSIONS / "wrong" / f"{name}.py"}, settings)
+    assert [result.status for result in results] == [S.PASSED, S.TIMEOUT, S.PASSED]
+    assert results[1].message == "no result within 8 s"
+    assert time.monotonic() - start < 40
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and "1000" in (p.info["cmdline"] or [])]
+    assert not left
+
+
+def test_memory_limit() -> None:
+    results = evaluate(_three("forward"), {"forward": SUBMISSIONS / "wrong" / "huge.py"}, _settings())
+    assert [result.status for result in results] == [S.PASSED, S.RUNTIME_ERROR, S.PASSED]
+    assert "GiB of memory, allowed 3.0" in results[1].message
+
+
+@pytest.mark.parametrize("suite", ["forward", "backward"])
+def test_right_submission_in_parallel(suite: str) -> None:
+    cases = [_case(suite, i, bool(i % 2), ("fp16", "bf16")[i % 3 == 0], 64 + 32 * (i % 3)) for i in range(6)]
+    seen: list[int] = []
+    started: list[int] = []
+    results = evaluate(
+        cases,
+        {suite: RIGHT},
+        _settings(jobs=2),
+        on_result=lambda result: seen.append(result.case.number),
+        on_start=lambda case: started.append(case.number),
+    )
+    assert [result.case for result in results] == cases
+    assert {result.status for result in results} == {S.PASSED}
+    assert sorted(seen) == sorted(started) == list(range(6))
+    assert all(result.heads_checked == 4 for result in results)
+    assert all(0 < result.rms_error <= result.max_abs_error for result in results)
+    assert all(result.ms is None and result.message == "" for result in results)
+
+
+def test_all_heads() -> None:
+    case = Case("forward", "correctness", 1, "T1", 3, 2, 1024, 64, False, "fp16", "public")
+    assert list(chunks(case, _settings(full=True))) == [(3, 2)]
+    assert sum(z * h for z, h in chunks(case, _settings(full=True, work=0.3))) == 6
+    (result,) = evaluate([case], {"forward": RIGHT}, _settings(full=True, work=0.3))
+    assert (result.status, result.heads_checked) == (S.PASSED, 6)
+
+
+def test_the_check_is_made_twice_on_other_inputs() -> None:
+    case = _case("forward", 1, False)
+    assert len(list(chunks(case, _settings()))) == 2
+
+
+def test_a_kernel_must_be_launched() -> None:
+    (result,) = evaluate([_case("forward", 1, False)], {"forward": RIGHT}, _settings(kernels_required=True))
+    assert result.status is S.RUNTIME_ERROR
+    assert result.message == "no Triton kernel was launched"
+
+
+def test_nothing_is_timed_without_a_kernel() -> None:
+    case = Case("forward", "performance", 1, "T1", 2, 2, 64, 32, False, "fp16", "public", 1.0)
+    (result,) = evaluate([case], {"forward": RIGHT}, _settings(mode="score"))
+    assert result.status is S.RUNTIME_ERROR
+    assert result.ms is None
+    assert "no Triton kernel was launched" in result.message
+
+
+def test_torch_ops_are_not_left_out_of_a_predicted_time() -> None:
+    case = Case("forward", "performance", 1, "T1", 2, 2, 1024, 64, False, "fp16", "public", 1.0)
+    (result,) = evaluate([case], {"forward": RIGHT}, _settings(mode="score"))
+    assert result.status is S.RUNTIME_ERROR
+    assert "the virtual NPU predicts the time of kernels only" in result.message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", "must define attention_fwd"),
+        ("import no_such_module\n", "import failed: ModuleNotFoundError"),
+        ("def attention_fwd(:\n", "import failed: SyntaxError"),
+        ("import os\nos._exit(1)\n", "exited with code 1"),
+        ("def attention_fwd():\n    pass\n", "TypeError"),
+    ],
+)
+def test_a_file_that_is_no_submission(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    (result,) = evaluate([_case("forward", 1, False)], {"forward": path}, _settings())
+    assert result.status is S.RUNTIME_ERROR
+    assert message in result.message
+
+
+def test_a_missing_suite_is_refused() -> None:
+    with pytest.raises(ValueError, match="submissions must have a file for suite backward"):
+        evaluate(_three("backward"), {"forward": RIGHT}, _settings())
+    with pytest.raises(ValueError, match="mode must be one of check, score, got 'guess'"):
+        Settings(mode="guess")
+    with pytest.raises(ValueError, match="seconds must be above 0, got 0"):
+        Settings(seconds=0)
+
+
+def test_describe() -> None:
+    evaluator = Evaluator({"forward": RIGHT}, _settings())
+    try:
+        described = evaluator.describe()
+    finally:
+        evaluator.close()
+    assert described["kind"] == "virtual"
+    assert described["time"] == "predicted"
+    assert "bishengir 1.1.0" in described["compiler"]
+
+
+def test_child_limits_and_restart() -> None:
+    child = Child("virtual", "1.1.0")
+    try:
+        with pytest.raises(ChildTimeout, match=r"no result within 0\.01 s"):
+            child.request({"op": "describe"}, 0.01)
+        assert child.request({"op": "describe"}, 60)["device"]["kind"] == "virtual"
+        assert "op must be" in child.request({"op": "dance"}, 60)["message"]
+        process = child._process
+        assert process is not None
+        os.kill(process.pid, 9)
+        with pytest.raises(ChildCrash, match="ended by SIGKILL"):
+            child.request({"op": "describe"}, 60)
+        assert child.request({"op": "describe"}, 60)["device"]["kind"] == "virtual"
+    finally:
+        child.close()
+    assert not psutil.pid_exists(process.pid)
+
+
+@pytest.mark.parametrize(("wanted", "kind"), [("virtual", "virtual"), ("", "virtual")])
+def test_device_choice(wanted: str, kind: str, monkeypatch) -> None:
+    monkeypatch.setenv("DEVICE", wanted)
+    monkeypatch.setattr(devices, "_npu_present", lambda: False)
+    assert devices.choose() == kind
+
+
+def test_device_choice_npu(monkeypatch) -> None:
+    monkeypatch.setattr(devices, "_npu_present", lambda: True)
+    monkeypatch.delenv("DEVICE", raising=False)
+    assert devices.choose() == "npu"
+    monkeypatch.setenv("DEVICE", "virtual")
+    assert devices.choose() == "virtual"
+    monkeypatch.setattr(devices, "_npu_present", lambda: False)
+    monkeypatch.setenv("DEVICE", "npu")
+    with pytest.raises(ValueError, match="DEVICE is npu, but torch_npu"):
+        devices.choose()
+    monkeypatch.setenv("DEVICE", "gpu")
+    with pytest.raises(ValueError, match="DEVICE must be one of npu, virtual, got 'gpu'"):
+        devices.choose()
