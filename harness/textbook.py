@@ -307,7 +307,7 @@ def textbook_bwd(
     delta = torch.empty_like(lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     textbook_delta_kernel[(2 * programs,)](out, dout, delta, z * h * n, _fit(n, 32), d)
-    tile = _fit(n, 64 if d <= 64 else 32)
+    tile = _fit(n, 64 if d <= 128 else 32)
     textbook_dkdv_kernel[(programs,)](q, k, v, dout, lse, delta, dk, dv, scale, z, h, n, tile, tile, d, causal)
     textbook_dq_kernel[(programs,)](q, k, v, dout, lse, delta, dq, scale, z, h, n, tile, tile, d, causal)
     return dq, dk, dv

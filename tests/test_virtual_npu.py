@@ -49,7 +49,7 @@ def run_handover(rng, poisoned, *, extra=False, sets=True, **options) -> float:
     return error if error == error else float("inf")
 
 
-@pytest.mark.parametrize("schedule", ["cube-first", "vector-first", "alternate"])
+@pytest.mark.parametrize("schedule", ["cube-first", "vector-first", "alternate", "timed", "jitter-1", "jitter-2"])
 def test_explicit_handover(schedule, release, rng, poisoned) -> None:
     assert run_handover(rng, poisoned, release=release, schedule=schedule, hazards=True) < 1e-5
 
@@ -101,8 +101,12 @@ def test_too_large_a_grid_is_refused() -> None:
 def test_run_refuses_unknown_settings() -> None:
     with pytest.raises(ValueError, match="mode must be one of values, timing, got 'speed'"), virtual_npu.run("speed"):
         pass
-    with pytest.raises(ValueError, match=r"release must be one of 1\.1\.0, 1\.2\.0, got '9'"), virtual_npu.run(release="9"):
-        pass
+    with pytest.raises(ValueError, match=r"release must be one of 1\.1\.0, 1\.2\.0, got '9'"):  # noqa: SIM117
+        with virtual_npu.run(release="9"):
+            pass
+    with pytest.raises(ValueError, match="schedule must be one of cube-first"), virtual_npu.run(schedule="fast"):
+        x = torch.ones(64)
+        kernels.add_kernel[(1,)](x, x, torch.empty(64), 64, 64)
     with pytest.raises(ValueError, match="cores must be at least 1, got 0"), virtual_npu.run(cores=0):
         pass
 

@@ -117,6 +117,22 @@ class Costs:
         per_row = max(fix["row_cycles"], 4 * cols / fix["bytes_per_cycle"]) + fix["odd_cycles"] * (odd - 1)
         return float(fix["head_cycles"] + rows * per_row)
 
+    def rough(self, op: Op) -> float:
+        """About how long an op takes, from its static shapes (dynamic sizes count as 1)."""
+        shapes = [
+            tuple(dim or 1 for dim in operand.type.shape) if isinstance(operand.type, MemRef) else None
+            for operand in op.operands
+        ]
+        name = op.name.rsplit(".", 1)[1]
+        if name in _VECTOR:
+            cost = self.vector(op, list(shapes))
+            return cost.vector + cost.scalar
+        path = {"load": "gm_to_ub", "store": "ub_to_gm", "nd2nz": "nd2nz", "fixpipe": "ub_to_gm"}.get(name)
+        first = shapes[0] if shapes else None
+        if path is None or first is None:
+            return 1.0
+        return sum(self.transfer(path, 2.0 * _count(first)))
+
     def transfer(self, path: str, size: float) -> tuple[float, float]:
         """Latency and, apart, the cycles that the bytes take (stretched by contention)."""
         if size <= 0:

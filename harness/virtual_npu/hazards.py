@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from .costs import Costs
 from .errors import HazardError
 from .hivm import Op
 from .memory import Memory, View
@@ -159,6 +160,9 @@ class Tracker:
         board.trackers.append(self)
         self.l0 = {side: Memory(f"{side} of {name}", side, L0_BYTES) for side in ("l0a", "l0b")}
         self.peers: list[Tracker] = []
+        self.costs = Costs()
+        self.cycles = 0.0  # work behind the core, for the "timed" schedule
+        self._cycles: dict[int, float] = {}
         self.restart(QUEUES)
 
     def restart(self, width: int) -> None:
@@ -285,6 +289,9 @@ class Tracker:
     def device(self, op: Op, operands: tuple[Any, ...]) -> None:
         """An op with one instruction on one pipe."""
         entry = lookup(op)
+        if op.number not in self._cycles:
+            self._cycles[op.number] = self.costs.rough(op)
+        self.cycles += self._cycles[op.number]
         reads, writes, scratch = entry.access(op)
         self.access(
             op,
@@ -314,6 +321,7 @@ class Tracker:
         a_rows = a.shape[0] * a.shape[3] if "a_transpose" in op.attrs else a.shape[1] * a.shape[2]
         b_cols = b.shape[1] * b.shape[2] if "b_transpose" in op.attrs else b.shape[0] * b.shape[3]
         parts, double = k_parts(a_rows, b_cols, k, a.itemsize)
+        self.cycles += self.costs.mad(m, n, k, a.itemsize)
         events = [back0, back1]
         private = [back - 2, back - 1]  # flags of the macro's own, made and consumed inside
         for i in range(2):

@@ -7,7 +7,9 @@ that never comes, flags left over, bytes nobody wrote, accesses out of bounds.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+import random
+import re
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +172,8 @@ class ValueLowering(Lowering):
             self.track(indent, f"block_set({flag}, {PIPES.index(pipe_name(op.attrs['tpipe']))}, sub)", op)
         elif name == "hivm.hir.sync_block_wait":
             flag = block_flag_text(op, self.ref)
+            if self.hazards:  # each wait is a point where another core may run first
+                self.emit(indent, f"yield {op.number}, {flag}", op)
             if self.function.core == "AIC":
                 self.emit(indent, f"while not (counters[0][{flag}] and counters[1][{flag}]): yield {op.number}, {flag}", op)
                 self.emit(indent, f"counters[0][{flag}] -= 1; counters[1][{flag}] -= 1", op)
@@ -284,6 +288,7 @@ class Core:
         self.pointers: dict[tuple[Any, ...], View] = {}
         self.kernels: dict[int, Any] = {}
         self.tracker: Tracker | None = None
+        self.turns = 0
 
     def kernel(self, number: int) -> Any:
         """The function that executes op `number`."""
@@ -379,28 +384,56 @@ def located(error: Exception, core: Core) -> VirtualNPUError:
 Program = Generator[tuple[int, int], None, None]
 
 
+def chooser(schedule: str) -> Callable[[list[Core]], Core]:
+    """Which of the cores that can go on runs next.
+
+    Args:
+        schedule: "cube-first", "vector-first", "alternate", "timed" (the core with the least
+            work behind it, in cycles of the cost model) or "jitter-SEED" (at random).
+
+    Raises:
+        ValueError: an unknown schedule.
+    """
+    if schedule == "cube-first":
+        return lambda ready: ready[0]
+    if schedule == "vector-first":
+        return lambda ready: ready[-1]
+    if schedule == "alternate":
+        return lambda ready: min(ready, key=lambda core: core.turns)
+    if schedule == "timed":
+        return lambda ready: min(ready, key=lambda core: core.tracker.cycles if core.tracker else core.turns)
+    if re.fullmatch(r"jitter-\d+", schedule):
+        return random.Random(schedule).choice
+    raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)} or jitter-SEED, got {schedule!r}")
+
+
+SCHEDULES = ("cube-first", "vector-first", "alternate", "timed")
+
+
 def run_block(cores: list[Core], arguments: list[list[Any]], block: int, blocks: int, schedule: str) -> None:
     """Run one block's cores to their ends.
 
     Args:
         cores: the cores of the block.
         arguments: for each core the arguments of its function.
-        schedule: "cube-first", "vector-first" or "alternate": which core runs while several can.
+        schedule: which core runs while several can; see `chooser`.
 
     Raises:
         DeadlockError: every core waits.
         HazardError: a flag is left over at the end.
     """
+    choose = chooser(schedule)
     running: dict[Core, Program] = {
         core: core.code.run(core, block, blocks, core.sub, *values)
         for core, values in zip(cores, arguments, strict=True)
     }
     waits: dict[Core, tuple[int, int]] = {}
-    order = list(reversed(cores)) if schedule == "vector-first" else list(cores)
     while running:
-        core = next((c for c in order if c in running and c.ready(waits.get(c))), None)
-        if core is None:
+        ready = [core for core in cores if core in running and core.ready(waits.get(core))]
+        if not ready:
             break
+        core = choose(ready)
+        core.turns += 1
         try:
             waits[core] = next(running[core])
         except StopIteration:
@@ -408,8 +441,6 @@ def run_block(cores: list[Core], arguments: list[list[Any]], block: int, blocks:
             waits.pop(core, None)
         except (VirtualNPUError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
             raise located(error, core) from error
-        if schedule == "alternate":
-            order.append(order.pop(order.index(core)))
     if running:
         raise DeadlockError(f"{cores[0].kernel_name}, block {block}: no core can go on: " + _who_waits(running, waits))
     left = [text for core in cores for text in core.leftovers()]

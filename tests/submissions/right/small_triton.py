@@ -12,7 +12,8 @@ import triton.language as tl
 def small_fwd_kernel(
     q, k, v, out, lse, scale, heads, N, CAUSAL: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """One program for each core steps over tiles of BM query rows of all heads."""
+    """One program for each core steps over tiles of BM query rows of all heads. BM differs from
+    BN: bishengir 1.1.0 does not split a square masked tile over the two vector cores."""
     for tile in range(tl.program_id(0), heads * (N // BM), tl.num_programs(0)):
         i_m = tile % (N // BM)
         base = (tile // (N // BM)).to(tl.int64) * N * D
@@ -51,5 +52,5 @@ def attention_fwd(q, k, v, causal=False, sm_scale=None):
     out = torch.empty_like(q)
     lse = torch.empty((z, h, n), dtype=torch.float32, device=q.device)
     scale = d**-0.5 if sm_scale is None else sm_scale
-    small_fwd_kernel[(cores,)](q, k, v, out, lse, scale, z * h, n, CAUSAL=causal, D=d, BM=64, BN=64)
+    small_fwd_kernel[(cores,)](q, k, v, out, lse, scale, z * h, n, CAUSAL=causal, D=d, BM=32, BN=64)
     return out, lse
