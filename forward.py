@@ -418,13 +418,25 @@ def get_tiling(Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple
 # in tiles of BN keys, groups of KG keys, P V in steps of KP keys, softmax in chunks of R rows
 # (RD on the diagonal), results in chunks of RO rows. Found on the virtual NPU.
 _PIPELINES = {
-    (64, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 32, "RD": 16, "RO": 128},
-    (64, True): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 512, "KP": 256, "R": 32, "RD": 16, "RO": 128},
-    (128, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 128, "R": 32, "RD": 16, "RO": 128},
-    (128, True): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 512, "KP": 128, "R": 32, "RD": 16, "RO": 128},
+    (64, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 32, "RD": 16, "RO": 256},
+    (64, True): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 512, "KP": 256, "R": 64, "RD": 32, "RO": 256},
+    (128, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 128, "R": 32, "RD": 16, "RO": 256},
+    (128, True): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 512, "KP": 128, "R": 64, "RD": 32, "RO": 256},
     (256, False): {"HALVES": 1, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 32, "RD": 16, "RO": 64},
-    (256, True): {"HALVES": 1, "BH": 128, "BN": 128, "KG": 512, "KP": 256, "R": 32, "RD": 16, "RO": 64},
+    (256, True): {"HALVES": 1, "BH": 128, "BN": 128, "KG": 512, "KP": 256, "R": 32, "RD": 32, "RO": 128},
 }
+# Long rows without a mask: larger groups, fewer merges; 6 MiB of scores and probs for each core.
+_LONG_GROUP = {"KG": 2048, "R": 16}
+
+
+def _pipeline_settings(n: int, d: int, causal: bool) -> dict[str, int] | None:
+    """The pipeline's constexprs for a shape, or None where it does not apply."""
+    settings = _PIPELINES.get((d, causal))
+    if settings is not None and not causal and n % _LONG_GROUP["KG"] == 0:
+        settings = settings | _LONG_GROUP
+    if settings is None or n % (settings["HALVES"] * settings["BH"]) or n % settings["KG"]:
+        return None
+    return settings
 
 
 def get_path(
@@ -438,19 +450,17 @@ def get_path(
     whose rows the other one then reads without an event between them, and it overlaps the
     general kernel by itself.
     """
-    settings = _PIPELINES.get((HEAD_DIM, causal))
+    settings = _pipeline_settings(N_CTX, HEAD_DIM, causal)
     if settings is None or sm_scale <= 0 or not release.startswith(("1.0", "1.1")):
         return "general"
-    rows = settings["HALVES"] * settings["BH"]
-    if N_CTX % rows or N_CTX % settings["KG"] or N_CTX // rows * Z * H < 2 * cores:
-        return "general"
-    return "pipeline"
+    blocks = N_CTX // (settings["HALVES"] * settings["BH"]) * Z * H
+    return "pipeline" if blocks >= 2 * cores else "general"
 
 
 def _forward_pipeline(q, k, v, causal, scale, cores):
     """Launch of the pipeline; its scratch depends on the cores only."""
     z, h, n, d = q.shape
-    settings = _PIPELINES[d, causal]
+    settings = _pipeline_settings(n, d, causal)
     rows, group = settings["HALVES"] * settings["BH"], settings["KG"]
     out = torch.empty((z, h, n, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((z, h, n), dtype=torch.float32, device=q.device)

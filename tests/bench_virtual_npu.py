@@ -32,7 +32,7 @@ def test_compile_small_kernel(benchmark, release, tmp_path, monkeypatch) -> None
 
     def forget() -> None:
         monkeypatch.setenv("VNPU_CACHE", str(tmp_path / str(next(fresh))))
-        small_fwd_kernel.device_caches.clear()
+        small_fwd_kernel.cache.clear()
 
     def compile_and_run() -> None:
         with virtual_npu.run(release=release, cores=1, mode="timing"):

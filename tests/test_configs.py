@@ -63,9 +63,8 @@ def test_select() -> None:
 def test_inputs_follow_the_rule_and_the_seed() -> None:
     case = select("backward", ["C1-bf16"])[0]
     inputs = make_inputs(case, 2, 3, 5)
-    assert {name: (tuple(x.shape), x.dtype) for name, x in inputs.items()} == dict.fromkeys(
-        ("q", "k", "v", "dout"), ((2, 3, 1024, 64), torch.bfloat16)
-    )
+    forms = {name: (tuple(x.shape), x.dtype) for name, x in inputs.items()}
+    assert forms == dict.fromkeys(("q", "k", "v", "dout"), ((2, 3, 1024, 64), torch.bfloat16))
     assert abs(float(inputs["q"].float().std()) - 0.5) < 5e-3
     assert abs(float(inputs["dout"].float().std()) - 1.0) < 1e-2
     assert all(torch.equal(x, make_inputs(case, 2, 3, 5)[name]) for name, x in inputs.items())
