@@ -932,7 +932,12 @@ def time_launch(
     plain = [1.0] * count_args
     first = timer.run(chosen, blocks, per_core, 1.0, _Factors(plain))
     traffic = _traffic(first.cores)
-    share = _hbm_share(program, timer, per_core, blocks, units)
+    known = state.options.get("hbm_share")
+    share = (
+        {int(key): float(value) for key, value in known.items()}
+        if known is not None
+        else _hbm_share(program, timer, per_core, blocks, units)
+    )
     shared = constants["shared"]
     offered = (traffic["read"] + traffic["write"]) * active / first.cycles if first.cycles else 0.0
     load = offered / shared["l2_bytes_per_cycle"]
