@@ -15,6 +15,7 @@ CONFIGS = Path(__file__).resolve().with_name("configs.toml")
 SUITES = ("forward", "backward")
 KINDS = ("correctness", "performance")
 BACKWARD_WORK = 4.0  # values of a backward head over those of a forward head
+LARGE_ROWS, LARGE_FACTOR = 64, 32.0  # logits beyond what exp holds in fp32
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -145,8 +146,15 @@ def seed_for(case: Case, public_seed: int, secret_seed: int, part: int = 0) -> i
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def make_inputs(case: Case, z: int, h: int, seed: int) -> dict[str, torch.Tensor]:
+def make_inputs(case: Case, z: int, h: int, seed: int, large: bool = False) -> dict[str, torch.Tensor]:
     """Inputs of a case for z times h of its heads.
+
+    Args:
+        case: the configuration.
+        z, h: batches and heads to make.
+        seed: see `seed_for`.
+        large: multiply the last rows of q in the last head, so that a softmax without a
+            running maximum overflows there, as real inputs would make it.
 
     Returns:
         q, k, v, and dout in the backward suite: [z, h, n, d] in the case's dtype, on the CPU.
@@ -164,6 +172,8 @@ def make_inputs(case: Case, z: int, h: int, seed: int) -> dict[str, torch.Tensor
     for name in names:
         mean, std = (0.0, rule.dout_std) if name == "dout" else (rule.mean, rule.std)
         drawn = torch.empty(z, h, case.n, case.d).normal_(mean, std, generator=generator)
+        if large and name == "q":
+            drawn[-1, -1, -LARGE_ROWS:] *= LARGE_FACTOR
         inputs[name] = drawn.to(case.torch_dtype)
     return inputs
 

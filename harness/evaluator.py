@@ -154,8 +154,10 @@ class Evaluator:
         verdict, heads = Verdict(Status.PASSED), 0
         measured: list[Measures] = []
         try:
-            for part, (z, h) in enumerate(chunks(case, self.settings)):
-                verdict = self._check_part(case, part, z, h)
+            parts = list(chunks(case, self.settings))
+            for part, (z, h) in enumerate(parts):
+                large = case.suite == "forward" and part == len(parts) - 1
+                verdict = self._check_part(case, part, z, h, large)
                 heads += z * h
                 if verdict.measures is not None:
                     measured.append(verdict.measures)
@@ -176,9 +178,9 @@ class Evaluator:
             vs_torch=_finite(together.vs_torch) if together else None,
         )
 
-    def _check_part(self, case: Case, part: int, z: int, h: int) -> Verdict:
+    def _check_part(self, case: Case, part: int, z: int, h: int, large: bool) -> Verdict:
         settings = self.settings
-        inputs = make_inputs(case, z, h, seed_for(case, settings.public_seed, settings.secret_seed, part))
+        inputs = make_inputs(case, z, h, seed_for(case, settings.public_seed, settings.secret_seed, part), large)
         if case.suite == "backward":
             out, lse = reference_fwd(inputs["q"], inputs["k"], inputs["v"], case.causal, input_rule().sm_scale)
             inputs |= {"out": out.to(case.torch_dtype), "lse": lse.float()}

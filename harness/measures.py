@@ -12,7 +12,7 @@ The rule, for out, dq, dk and dv against the fp64 reference of the same inputs:
 3. the relative RMS error of each block of 64 rows of each head, |error| / |reference| in the
    2-norm, is at most 2^-8 for fp16 and 2^-6 for bf16. Attention outputs are small (a zero
    output nearly passes 2), and a wrong tile hides in an average over all heads; this catches
-   both. A right kernel has about a third of it.
+   both. A right kernel has a tenth to a fifth of it.
 
 lse is checked by 1 and by |error| <= 2^-8 * max(1, |reference|).
 

@@ -66,3 +66,31 @@ def handover_kernel(
                 tl.sync_block_set("vector", "cube", 1)
     if EXTRA_WAIT:
         tl.sync_block_wait("cube", "vector", 5)
+
+
+@triton.jit
+def _exp_step(p_a, p_b, p_s, p_o):
+    """exp(a @ b) @ b, the compiler's own hand-over of both products, and one more by the
+    kernel's own events through `p_s`."""
+    b_b = tl.load(p_b)
+    b_p = tl.exp(tl.dot(tl.load(p_a), b_b)).to(tl.float16)
+    tl.store(p_s, b_p)
+    tl.sync_block_set("vector", "cube", 5)
+    tl.sync_block_wait("vector", "cube", 5)
+    tl.store(p_o, tl.dot(b_p, b_b))
+
+
+@triton.jit
+def dropped_syncs_kernel(a, b, scratch, out, STEPS, N: tl.constexpr, GUARDED: tl.constexpr):
+    """An event in a plain `for` loop that bishengir 1.2.0 pipelines by itself and then drops;
+    GUARDED puts the body under an `if`. (Timed only: the other hand-overs have no events.)"""
+    for i in range(0, STEPS):
+        p_a = tl.make_block_ptr(a + i * N * N, (N, N), (N, 1), (0, 0), (N, N), (1, 0))
+        p_b = tl.make_block_ptr(b + i * N * N, (N, N), (N, 1), (0, 0), (N, N), (1, 0))
+        p_s = tl.make_block_ptr(scratch + i * N * N, (N, N), (N, 1), (0, 0), (N, N), (1, 0))
+        p_o = tl.make_block_ptr(out + i * N * N, (N, N), (N, 1), (0, 0), (N, N), (1, 0))
+        if GUARDED:
+            if STEPS > 0:
+                _exp_step(p_a, p_b, p_s, p_o)
+        else:
+            _exp_step(p_a, p_b, p_s, p_o)

@@ -50,6 +50,7 @@ WRONG = {
     "overwrites_input": (S.NUMERICAL, S.NUMERICAL, "input overwritten: (q|v)"),
     "no_mask": (S.NUMERICAL, S.NUMERICAL, "off by"),
     "wrong_lse": (S.NUMERICAL, S.NUMERICAL, "lse|dk"),
+    "lazy": (S.NON_FINITE, S.PASSED, "NaN or infinite|^$"),
     "wrong_tile": (S.NUMERICAL, S.NUMERICAL, "off by|relative RMS"),
     "cached": (S.NUMERICAL, S.NUMERICAL, "off by"),
     "prints": (S.RUNTIME_ERROR, S.RUNTIME_ERROR, "answer|exited|judged"),

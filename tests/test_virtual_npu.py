@@ -72,6 +72,26 @@ def test_missing_answer_shows_in_the_values_too(release, rng, poisoned) -> None:
     assert run_handover(rng, poisoned, release=release, sets=False, schedule="cube-first") > 0.01
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+def test_syncs_that_the_compiler_drops_are_refused(guarded, release) -> None:
+    """bishengir 1.2.0 drops a kernel's own events in a plain `for` loop that it pipelines; the
+    program then runs without them, and wrong."""
+    n, steps = 64, 4
+    a, out = torch.empty(steps, n, n, dtype=torch.float16), torch.empty(steps, n, n)
+
+    def launch() -> None:
+        with virtual_npu.run("timing", release=release):
+            kernels.dropped_syncs_kernel[(1,)](a, a, a, out, steps, n, guarded, disable_auto_inject_block_sync=True)
+
+    if release == "1.2.0" and not guarded:
+        with pytest.raises(virtual_npu.DroppedSyncError) as caught:
+            launch()
+        assert "sync_block_set on the vector side, id 5 (0 of 1 arrived)" in str(caught.value)
+        assert "write the loop as `while`" in str(caught.value)
+    else:
+        launch()
+
+
 def test_reading_past_the_end_names_tensor_and_bytes() -> None:
     x = torch.ones(100)
     out = torch.empty(128)

@@ -4,6 +4,7 @@ from .driver import CORES, KernelRun, Recording, install, run, state
 from .errors import (
     CompileError,
     DeadlockError,
+    DroppedSyncError,
     HazardError,
     LaunchError,
     OutOfBoundsError,
@@ -20,6 +21,7 @@ __all__ = [
     "RELEASES",
     "CompileError",
     "DeadlockError",
+    "DroppedSyncError",
     "HazardError",
     "KernelRun",
     "LaunchError",

@@ -37,3 +37,7 @@ class DeadlockError(HazardError):
 
 class LaunchError(VirtualNPUError):
     """A launch that a 910B3 would refuse (grid, argument type, device)."""
+
+
+class DroppedSyncError(HazardError):
+    """The compiler left out a synchronisation that the kernel asked for."""

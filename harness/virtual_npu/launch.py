@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -70,8 +71,30 @@ def launch(
         tensor_view(name, value) if type_.startswith("*") else scalar_value(type_, value)
         for name, type_, value in arguments
     ]
+    capture = state.options.get("capture")
+    if capture is not None:
+        capture.append(Launch(program, values, grid, state))
     run_values(program, values, grid, state)
     return KernelRun(program.name, grid)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch as it reached the machine (`run(capture=[...])` collects them), to run again."""
+
+    program: Program
+    values: list[Any]
+    grid: tuple[int, int, int]
+    state: State
+
+    def memories(self) -> list[Memory]:
+        """The tensors' memories, each once."""
+        return list({id(v.memory): v.memory for v in self.values if isinstance(v, View)}.values())
+
+    def again(self, program: Program) -> bytes:
+        """Run another version of the program on the same arguments; all tensors' bytes after."""
+        run_values(program, self.values, self.grid, self.state)
+        return b"".join(memory.data.tobytes() for memory in self.memories())
 
 
 def make_cores(program: Program, board: Board | None = None) -> list[Core]:

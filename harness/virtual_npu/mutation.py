@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from .errors import VirtualNPUError
 from .hivm import Op, Region, read
+from .launch import Launch
 from .program import Program
 
 SYNCS = tuple(
@@ -67,26 +68,50 @@ def mutants(program: Program) -> Iterator[Mutant]:
                     yield Mutant(core, op, mutant)
 
 
-def survey(
-    program: Program,
-    run: Callable[[Program], bytes],
-    progress: Callable[[int], None] = lambda done: None,
-) -> list[Outcome]:
-    """Run every mutant.
+def survey(launch: Launch, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Outcome]:
+    """Run every mutant of a captured launch, hazards on, from the same memory contents.
 
     Args:
-        program: the compiled kernel.
-        run: executes a program (with hazards on) and returns its results as bytes.
-        progress: called with the number of mutants done.
+        launch: from `run("values", hazards=True, capture=[...])`, before it ran.
+        progress: called with the number of mutants done and their total.
     """
-    expected = run(program)
+    before = [(memory, memory.data.copy()) for memory in launch.memories()]
+
+    def run(program: Program) -> bytes:
+        for memory, data in before:
+            memory.data[...] = data
+        return launch.again(program)
+
+    expected = run(launch.program)
     outcomes = []
-    for index, mutant in enumerate(mutants(program)):
+    total = sum(op.name in SYNCS for function in launch.program.functions.values() for op in function.walk())
+    for mutant in mutants(launch.program):
         error = ""
         try:
             noticed = run(mutant.program) != expected
         except VirtualNPUError as caught:
             noticed, error = True, f"{type(caught).__name__}: {caught}"
         outcomes.append(Outcome(mutant.core, str(mutant.op), detail(mutant.op), noticed, error))
-        progress(index + 1)
+        progress(len(outcomes), total)
+    for memory, data in before:
+        memory.data[...] = data
     return outcomes
+
+
+ARGUMENTS = {
+    "PIPE_ALL": "the last op of a core whose pipes were all waited for already: the scalar unit stood at a "
+    "cross-core wait or flag behind the last instruction of each pipe",
+    "PIPE_V": "no instruction after it reads or overwrites bytes that one before it writes, unless another "
+    "barrier or flag stands between them: the bytes on its two sides are disjoint, or only read before",
+    "flag": "other flags and barriers order every pair of conflicting accesses that this one orders",
+}
+
+
+def argument(outcome: Outcome) -> str:
+    """Why a deletion that went unnoticed changes nothing. It rests on the run itself: the
+    happens-before check went over every pair of accesses without this op and found each
+    conflicting one ordered by something else, and the values are the same."""
+    for key in ("PIPE_ALL", "PIPE_V"):
+        if key in outcome.detail:
+            return ARGUMENTS[key]
+    return ARGUMENTS["flag"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from functools import cached_property, lru_cache
 
-from .errors import UnknownOpError
+from .errors import DroppedSyncError, UnknownOpError
 from .hivm import Function, Module, read
 from .values import Code, compile_values
 
@@ -42,6 +43,36 @@ class Program:
             raise UnknownOpError(f"{self.name}: no device function in the compiled module")
         return found
 
+    def check_user_syncs(self) -> None:
+        """Every `sync_block_set` and `sync_block_wait` of the kernel must have arrived.
+
+        Raises:
+            DroppedSyncError: the compiler left some out (bishengir 1.2.0 does so in a plain
+                `for` loop that it decides to pipeline by itself).
+        """
+        asked = Counter(
+            tuple(line.split()[2:5]) for line in self.text.splitlines()[:200] if line.startswith("// user sync_block_")
+        )
+        if not asked:
+            return
+        arrived: Counter[tuple[str, ...]] = Counter()
+        for function in self.functions.values():
+            for op in function.walk():
+                if op.name.startswith("hivm.hir.sync_block_") and "static_flag_id" in op.attrs:
+                    key = (op.name.rsplit(".", 1)[1], str(op.attrs["tcore_type"]), str(op.attrs["static_flag_id"]))
+                    arrived[key] += 1
+        missing = [
+            f"{name} on the {core.lower()} side, id {flag} ({arrived[name, core, flag]} of {number} arrived)"
+            for (name, core, flag), number in sorted(asked.items())
+            if arrived[name, core, flag] < number
+        ]
+        if missing:
+            raise DroppedSyncError(
+                f"{self.name}: the compiler dropped synchronisations that the kernel asks for: {'; '.join(missing)}. "
+                "bishengir 1.2.0 does this in a plain `for` loop with cube and vector work, which it pipelines by "
+                "itself. Put the loop body under one `if` that holds both kinds of work, or write the loop as `while`."
+            )
+
     @property
     def vector_only(self) -> bool:
         """A kernel without cube work runs one program on each vector core."""
@@ -65,5 +96,11 @@ class Program:
 
 @lru_cache(maxsize=64)
 def load_program(name: str, text: str) -> Program:
-    """The program of a compiled kernel (parsed when first run)."""
-    return Program(name, text)
+    """The program of a compiled kernel.
+
+    Raises:
+        DroppedSyncError: a synchronisation of the kernel is missing in it.
+    """
+    program = Program(name, text)
+    program.check_user_syncs()
+    return program

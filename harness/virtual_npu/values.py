@@ -202,13 +202,13 @@ class ValueLowering(Lowering):
         waits, sets, backs = sync[0:2], sync[2:4], sync[5:7]
         forward, backward = _PAIR["MTE2", "MTE1"], _PAIR["MTE1", "MTE2"]
         bases = f"{forward}, {backward}, {_PAIR['M', 'MTE1']}"
-        self.track(indent, f"mmad(ops[{op.number}], ({', '.join(operands)},), {bases})", op)
         for event in waits:
             if event != "-1":
                 self.emit(indent, f"core.macro_wait({forward}, {event})", op)
         for event in backs:
             if event != "-1":
                 self.emit(indent, f"core.macro_present({_PAIR['M', 'MTE1']}, {event})", op)
+        self.track(indent, f"mmad(ops[{op.number}], ({', '.join(operands)},), {bases})", op)
         self.emit(indent, f"k{op.number}({', '.join(operands)})", op)
         for event in sets:
             if event != "-1":
