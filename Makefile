@@ -12,7 +12,7 @@ SECOND_DIR := .toolchain/bishengir-$(SECOND)
 SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check score test check-full bench lint clean
+.PHONY: help setup check score test check-full bench calibrate lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ test: ## the tests
 
 bench: ## host time of the toolchain and of the virtual NPU
 	$(PY) -m pytest -o addopts= -W error -p no:cacheprovider --benchmark-only tests/bench_virtual_npu.py $(ARGS)
+
+calibrate: ## the virtual NPU's times beside published ones of a 910B3; writes results/calibration.json
+	$(PY) -m harness.virtual_npu.calibration $(ARGS)
 
 lint: ## ruff and mypy
 	$(PY) -m ruff check .

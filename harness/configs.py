@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,7 @@ CONFIGS = Path(__file__).resolve().with_name("configs.toml")
 SUITES = ("forward", "backward")
 KINDS = ("correctness", "performance")
 BACKWARD_WORK = 4.0  # values of a backward head over those of a forward head
-LARGE_ROWS, LARGE_FACTOR = 64, 32.0  # logits beyond what exp holds in fp32
+LARGE_ROWS, LARGE_STD = 64, 64.0  # rows whose logits have a deviation beyond what exp holds in fp32
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -146,6 +147,12 @@ def seed_for(case: Case, public_seed: int, secret_seed: int, part: int = 0) -> i
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+def large_factor(d: int) -> float:
+    """Factor on q, a power of two, that gives logits a standard deviation of about LARGE_STD."""
+    rule = input_rule()
+    return float(2.0 ** round(math.log2(LARGE_STD / (rule.sm_scale * rule.std**2 * math.sqrt(d)))))
+
+
 def make_inputs(case: Case, z: int, h: int, seed: int, large: bool = False) -> dict[str, torch.Tensor]:
     """Inputs of a case for z times h of its heads.
 
@@ -173,7 +180,7 @@ def make_inputs(case: Case, z: int, h: int, seed: int, large: bool = False) -> d
         mean, std = (0.0, rule.dout_std) if name == "dout" else (rule.mean, rule.std)
         drawn = torch.empty(z, h, case.n, case.d).normal_(mean, std, generator=generator)
         if large and name == "q":
-            drawn[-1, -1, -LARGE_ROWS:] *= LARGE_FACTOR
+            drawn[-1, -1, -LARGE_ROWS:] *= large_factor(case.d)
         inputs[name] = drawn.to(case.torch_dtype)
     return inputs
 

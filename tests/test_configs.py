@@ -72,7 +72,7 @@ def test_inputs_follow_the_rule_and_the_seed() -> None:
     assert not torch.equal(inputs["q"], inputs["k"])
     assert input_rule().sm_scale == 0.5
     large = make_inputs(case, 2, 3, 5, large=True)
-    assert torch.equal(large["q"][-1, -1, -64:], inputs["q"][-1, -1, -64:] * 32)
+    assert torch.equal(large["q"][-1, -1, -64:], inputs["q"][-1, -1, -64:] * 64)
     assert torch.equal(large["q"][..., :-64, :], inputs["q"][..., :-64, :])
     assert torch.equal(large["k"], inputs["k"])
     with pytest.raises(ValueError, match=r"z must be 1 to 128 .* got 0"):

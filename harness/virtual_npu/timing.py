@@ -606,6 +606,46 @@ class TimingLowering(Lowering):
         self.emit(indent, f"t1, tM = {name}(s, t1, tM, {m}, {k}, {n}, flags, d, {', '.join(sync)})", op)
 
 
+_ADVANCE = re.compile(r"(t[V123MF]) = \(\1 if \1 > (s|t) else \2\) \+ ")
+_INCREASE = re.compile(r"(t1) \+= ")
+_WAIT = re.compile(r"if (t|e0|e1) > (t[V123MF]): \2 = \1$")
+_CROSS = "if t > s: cross_wait += t - s; s = t"
+_PIPE_OF = {time: pipe for pipe, time in PIPE_TIMES.items()}
+
+
+class TracingLowering(TimingLowering):
+    """The timing code with a record of each instruction's start and end on its pipe, and of
+    each wait with its cause. Slower; for traces of a few tiles."""
+
+    def prologue(self) -> Iterable[str]:
+        yield from super().prologue()
+        yield "event = core.events.append"
+
+    def emit(self, indent: int, text: str, op: Op | None = None) -> None:
+        op = op or self._op
+        number = op.number if op is not None else -1
+        wait = _WAIT.match(text)
+        if wait is not None:
+            pipe = _PIPE_OF[wait[2]]
+            kind = "wait" if wait[1] == "t" else "wait for L0"
+            super().emit(indent, f"if {wait[1]} > {wait[2]}: event(({kind!r}, {pipe!r}, {wait[2]}, {wait[1]}, {number}))")
+        if text == _CROSS:
+            super().emit(indent, f"if t > s: event(('cross-core wait', 'S', s, t, {number}))")
+        advance = _ADVANCE.match(text) or _INCREASE.match(text)
+        if advance is not None:
+            other = advance[2] if advance.re is _ADVANCE else advance[1]
+            super().emit(indent, f"begin = max({advance[1]}, {other})")
+        super().emit(indent, text, op)
+        if advance is not None:
+            super().emit(indent, f"event(('run', {_PIPE_OF[advance[1]]!r}, begin, {advance[1]}, {number}))")
+
+    def device(self, op: Op, indent: int) -> None:
+        self._op = op
+        super().device(op, indent)
+
+    _op: Op | None = None
+
+
 class CountingLowering(TimingLowering):
     """Counts executions only: no times, no flags. It finds the busiest program cheaply."""
 
@@ -779,6 +819,7 @@ class TimedCore:
         self.end = 0.0
         self.cross_wait = 0.0
         self.touches: list[tuple[int, int, int, bool]] = []
+        self.events: list[tuple[str, str, float, float, int]] = []  # kind, pipe, start, end, op
 
     def finish(self, end: float, cross_wait: float) -> None:
         self.end = end
@@ -842,10 +883,14 @@ class Timed:
 class Timer:
     """Times launches of one program under one set of constants."""
 
-    def __init__(self, program: Program, costs: Costs) -> None:
+    def __init__(
+        self, program: Program, costs: Costs, lowering_class: type[TimingLowering] = TimingLowering
+    ) -> None:
         self.program = program
         self.costs = costs
-        self.codes = {core: compile_timing(function, costs) for core, function in program.functions.items()}
+        self.codes = {
+            core: compile_timing(function, costs, lowering_class) for core, function in program.functions.items()
+        }
 
     def cores(self) -> list[TimedCore]:
         made = []
@@ -951,6 +996,10 @@ def time_launch(
         slow = max(1.0, rate / hbm_rate)
         factors[index] = (1.0 - fraction) * stretch + fraction * max(stretch, slow)
     timed = timer.run(chosen, blocks, per_core, stretch, _Factors(factors, stretch))
+    trace = state.options.get("trace")
+    if trace is not None:
+        traced = Timer(program, timer.costs, TracingLowering)
+        trace.append((program, traced.run(chosen, blocks, per_core, stretch, _Factors(factors, stretch))))
     cycles = timed.cycles + constants["launch"]["kernel_cycles"]
     report = _report(timed, program, state)
     report.update(
@@ -960,6 +1009,7 @@ def time_launch(
             "programs": chosen[:8],
             "hbm_share": {str(k): round(v, 4) for k, v in share.items()},
             "workspace_bytes": program.workspace_bytes * blocks,
+            "lines": _by_line(timed),
         }
     )
     return KernelRun(program.name, grid, cycles, cycles / constants["chip"]["clock_hz"] * 1e3, report)
@@ -1084,6 +1134,25 @@ def _report(timed: Timed, program: Program, state: State) -> dict[str, Any]:
         "write_bytes": traffic["write"],
         "cross_core_wait": {f"{c.kind}{c.sub}": c.cross_wait for c in timed.cores},
     }
+
+
+def _by_line(timed: Timed) -> dict[str, dict[str, float]]:
+    """Busy cycles of each pipe and bytes moved, by line of the Python kernel."""
+    lines: dict[str, dict[str, float]] = {}
+    for core in timed.cores:
+        if core.sub:
+            continue  # the second vector core does the same work
+        for step, number in core.steps():
+            if step.pipe == "S":
+                continue
+            row = lines.setdefault(step.op.place, {})
+            name = PROFILER_NAMES[core.kind].get(step.pipe, step.pipe)
+            row[name] = row.get(name, 0.0) + step.cycles * number
+            moved = (step.read_bytes + step.write_bytes) * number
+            if moved:
+                key = f"{core.kind.lower()}_gm_bytes"
+                row[key] = row.get(key, 0.0) + moved
+    return lines
 
 
 __all__ = ["EVENTS", "Timer", "compile_timing", "time_launch"]
