@@ -2,6 +2,8 @@
 PYTHON ?= python3
 RELEASE ?= 1.1.0
 JOBS ?= 2
+SUITE ?= forward
+CASE ?= P1
 ARGS ?=
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -12,7 +14,7 @@ SECOND_DIR := .toolchain/bishengir-$(SECOND)
 SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check score test check-full bench calibrate lint clean
+.PHONY: help setup check score test check-full bench calibrate trace profile mutation lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,15 +27,15 @@ ifeq ($(NPU),1)
 	$(PIP) install --quiet pip==$(PIP_VERSION)
 	$(PIP) install --quiet --group base --group dev
 else
+	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	  { echo "error: PYTHON must be 3.11, as the compiler's wheels are, got $$($(PYTHON) -V): make setup PYTHON=python3.11" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	@$(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
-	  { echo "error: Python must be 3.11 (the compiler's wheels are), got $$($(PY) -V); make setup PYTHON=python3.11" >&2; exit 1; }
 	$(PIP) install --quiet pip==$(PIP_VERSION)
 	$(PIP) install --quiet "$(TORCH)" 2>/dev/null || \
 	  $(PIP) install --quiet "$(TORCH)" --extra-index-url https://download.pytorch.org/whl/cpu
 	$(PIP) install --quiet --group base --group virtual --group dev
-	chmod +x "$$($(PY) -c 'import ascendnpuir, pathlib; print(pathlib.Path(ascendnpuir.__file__).parent / "bin")')"/*
-	test -x $(SECOND_DIR)/ascendnpuir/bin/bishengir-compile || { \
+	@chmod +x "$$($(PY) -c 'import ascendnpuir, pathlib; print(pathlib.Path(ascendnpuir.__file__).parent / "bin")')"/*
+	@test -x $(SECOND_DIR)/ascendnpuir/bin/bishengir-compile || { \
 	  set -e; rm -rf $(SECOND_DIR) .toolchain/download; \
 	  $(PIP) download --quiet --no-deps --dest .toolchain/download ascendnpu-ir==$(SECOND); \
 	  $(PY) -m zipfile -e .toolchain/download/ascendnpu_ir-$(SECOND)-*.whl $(SECOND_DIR); \
@@ -59,6 +61,15 @@ bench: ## host time of the toolchain and of the virtual NPU
 
 calibrate: ## the virtual NPU's times beside published ones of a 910B3; writes results/calibration.json
 	$(PY) -m harness.virtual_npu.calibration $(ARGS)
+
+trace: ## Perfetto trace and picture of a case; SUITE=forward|backward CASE=P1
+	$(PY) -m harness.virtual_npu.trace --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
+
+profile: ## predicted cycles of a case by source line; SUITE and CASE as for trace
+	$(PY) -m harness.virtual_npu.trace --profile --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
+
+mutation: ## does every deleted synchronisation get noticed? writes results/mutation.json
+	$(PY) -m harness.virtual_npu.surveys $(ARGS)
 
 lint: ## ruff and mypy
 	$(PY) -m ruff check .

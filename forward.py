@@ -182,8 +182,9 @@ def attention_fwd_kernel_pipeline(
       vector  waits for event 0; P(i) and its row statistics, event 1; waits for event 2; merges
               item i - 1 into the rows' running result, or finishes them
     Scratch, for each core: two slots of scores [BM, KG] fp32, of probs [BM, KG] and of
-    partial [BM, D] fp32; one acc [BM, D] fp32; five stats [2, BM] fp32 (maximum, sum): four
-    slots, since one vector core may be two items ahead of the other, and the running ones.
+    partial [BM, D] fp32; acc [2, BM, D] fp32, the second one zeros; six stats [2, BM] fp32
+    (maximum, sum): four slots, since one vector core may be two items ahead of the other, the
+    running ones, and empty ones (-inf, 0).
     Slots are free in time without further events: the cube reuses slot i of the scores after
     it waited for event 1 of item i - 2, which both vector cores set after reading them, and
     so on for each buffer.
@@ -201,8 +202,8 @@ def attention_fwd_kernel_pipeline(
     scores += pid * 2 * BM * KG
     probs += pid * 2 * BM * KG
     partial += pid * 2 * BM * D
-    acc += pid * BM * D
-    stats += pid * (SLOTS + 1) * 2 * BM
+    acc += pid * 2 * BM * D
+    stats += pid * (SLOTS + 2) * 2 * BM
     running = stats + SLOTS * 2 * BM
     items = (last - first) * (N // KG)
     if CAUSAL:
@@ -280,21 +281,20 @@ def attention_fwd_kernel_pipeline(
                     if CAUSAL:
                         groups = (row0 + BM + KG - 1) // KG
                     only = (groups == 1).to(tl.int32)
-                    opens = ((i_g0 == 0) & (groups > 1)).to(tl.int32)
+                    # The first group merges with an empty result (zeros, maximum -inf), which
+                    # stands in the scratch behind the running one.
+                    opens = (i_g0 == 0).to(tl.int32)
+                    acc_before = acc + opens * BM * D
+                    running_before = running + opens * 2 * BM
                     closes = ((i_g0 == groups - 1) & (groups > 1)).to(tl.int32)
-                    between = 1 - only - opens - closes
-                    for r in range(0, BM * opens, RO):
-                        tl.store(_rows(running, BM, r, RO), tl.load(_rows(stats_slot0, BM, r, RO)))
-                        tl.store(_rows(running + BM, BM, r, RO), tl.load(_rows(stats_slot0 + BM, BM, r, RO)))
-                        b_o = tl.load(_tile(partial_slot, BM, D, r, 0, RO, D))
-                        tl.store(_tile(acc, BM, D, r, 0, RO, D), b_o)
+                    between = 1 - only - closes
                     for r in range(0, BM * between, RO):
-                        b_a, b_m, b_l = _merge(partial_slot, acc, stats_slot0, running, scale, r, BM, D, RO)
+                        b_a, b_m, b_l = _merge(partial_slot, acc_before, stats_slot0, running_before, scale, r, BM, D, RO)
                         tl.store(_rows(running, BM, r, RO), b_m)
                         tl.store(_rows(running + BM, BM, r, RO), b_l)
                         tl.store(_tile(acc, BM, D, r, 0, RO, D), b_a)
                     for r in range(0, BM * closes, RO):
-                        b_a, b_m, b_l = _merge(partial_slot, acc, stats_slot0, running, scale, r, BM, D, RO)
+                        b_a, b_m, b_l = _merge(partial_slot, acc_before, stats_slot0, running_before, scale, r, BM, D, RO)
                         p_out = tl.make_block_ptr(o_head, (N, D), (stride_on, 1), (row0 + r, 0), (RO, D), (1, 0))
                         tl.store(p_out, (b_a / b_l[:, None]).to(out.type.element_ty))
                         tl.store(_rows(lse_rows, BM, r, RO), b_m * scale + tl.log(b_l))
@@ -418,15 +418,15 @@ def get_tiling(Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple
 # in tiles of BN keys, groups of KG keys, P V in steps of KP keys, softmax in chunks of R rows
 # (RD on the diagonal), results in chunks of RO rows. Found on the virtual NPU.
 _PIPELINES = {
-    (64, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 32, "RD": 16, "RO": 256},
+    (64, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 16, "RD": 16, "RO": 128},
     (64, True): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 512, "KP": 256, "R": 64, "RD": 32, "RO": 256},
-    (128, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 128, "R": 32, "RD": 16, "RO": 256},
+    (128, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 128, "R": 16, "RD": 16, "RO": 64},
     (128, True): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 512, "KP": 128, "R": 64, "RD": 32, "RO": 256},
-    (256, False): {"HALVES": 1, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 32, "RD": 16, "RO": 64},
+    (256, False): {"HALVES": 1, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 16, "RD": 16, "RO": 64},
     (256, True): {"HALVES": 1, "BH": 128, "BN": 128, "KG": 512, "KP": 256, "R": 32, "RD": 32, "RO": 128},
 }
 # Long rows without a mask: larger groups, fewer merges; 6 MiB of scores and probs for each core.
-_LONG_GROUP = {"KG": 2048, "R": 16}
+_LONG_GROUP = {"KG": 2048, "R": 8}
 
 
 def _pipeline_settings(n: int, d: int, causal: bool) -> dict[str, int] | None:
@@ -468,10 +468,14 @@ def _forward_pipeline(q, k, v, causal, scale, cores):
     def scratch(elements, dtype=torch.float32):
         return torch.empty(cores * elements, dtype=dtype, device=q.device)
 
+    acc = torch.zeros(cores * 2 * rows * d, dtype=torch.float32, device=q.device)
+    stats = torch.zeros((cores, 6, 2, rows), dtype=torch.float32, device=q.device)
+    stats[:, 5, 0] = -math.inf
+
     attention_fwd_kernel_pipeline[(cores,)](
         q, k, v, out, lse,
         scratch(2 * rows * group), scratch(2 * rows * group, q.dtype), scratch(2 * rows * d),
-        scratch(rows * d), scratch(5 * 2 * rows),
+        acc, stats,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         scale, h, z * h * n // rows, n,
         CAUSAL=causal, GROUPS=n > group, D=d, **settings,

@@ -3,7 +3,12 @@ here depends on the kernels; each wrong one is wrong for causal calls only."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +21,7 @@ from harness.evaluator import Evaluator, Settings, chunks, evaluate
 from harness.process import Child, ChildCrash, ChildTimeout
 from harness.results import Status
 
+ROOT = Path(__file__).resolve().parent.parent
 SUBMISSIONS = Path(__file__).parent / "submissions"
 RIGHT = SUBMISSIONS / "right" / "plain_torch.py"
 MEMORY = 3 << 30
@@ -70,8 +76,6 @@ def test_wrong_submission_gets_its_status_for_that_case_only(name: str, suite: s
 
 
 def assert_matches(pattern: str, text: str) -> None:
-    import re
-
     assert re.search(pattern, text), text
 
 
@@ -227,6 +231,34 @@ def test_describe() -> None:
     assert described["kind"] == "virtual"
     assert described["time"] == "predicted"
     assert "bishengir 1.1.0" in described["compiler"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_its_results_and_no_process(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--suite", "forward", "--mode", "check", "--case", "F1", "--case", "F2", "--jobs", "1"]
+    arguments += ["--forward", str(SUBMISSIONS / "wrong" / "hangs.py"), "--json", str(path)]
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += f"from scoring.__main__ import main; sys.exit(main({arguments}))"
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1)
+        children = psutil.Process(run.pid).children(recursive=True)
+        assert children
+        run.send_signal(number)
+        output, _ = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    if number == signal.SIGINT:
+        assert "interrupted after 1 of 2 cases" in output
+    content = json.loads(path.read_text())
+    assert [(row["n"], row["causal"]) for row in content["cases"]] == [(64, False)]
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
 
 
 def test_child_limits_and_restart() -> None:
