@@ -289,12 +289,16 @@ def attention_fwd_kernel_pipeline(
                     closes = ((i_g0 == groups - 1) & (groups > 1)).to(tl.int32)
                     between = 1 - only - closes
                     for r in range(0, BM * between, RO):
-                        b_a, b_m, b_l = _merge(partial_slot, acc_before, stats_slot0, running_before, scale, r, BM, D, RO)
+                        b_a, b_m, b_l = _merge(
+                            partial_slot, acc_before, stats_slot0, running_before, scale, r, BM, D, RO
+                        )
                         tl.store(_rows(running, BM, r, RO), b_m)
                         tl.store(_rows(running + BM, BM, r, RO), b_l)
                         tl.store(_tile(acc, BM, D, r, 0, RO, D), b_a)
                     for r in range(0, BM * closes, RO):
-                        b_a, b_m, b_l = _merge(partial_slot, acc_before, stats_slot0, running_before, scale, r, BM, D, RO)
+                        b_a, b_m, b_l = _merge(
+                            partial_slot, acc_before, stats_slot0, running_before, scale, r, BM, D, RO
+                        )
                         p_out = tl.make_block_ptr(o_head, (N, D), (stride_on, 1), (row0 + r, 0), (RO, D), (1, 0))
                         tl.store(p_out, (b_a / b_l[:, None]).to(out.type.element_ty))
                         tl.store(_rows(lse_rows, BM, r, RO), b_m * scale + tl.log(b_l))

@@ -44,9 +44,7 @@ class Device(Protocol):
     def describe(self) -> dict[str, str]:
         """kind, name, compiler and time ("predicted" or "measured")."""
 
-    def values(
-        self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int
-    ) -> tuple[Any, tuple[str, ...] | None]:
+    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, tuple[str, ...] | None]:
         """Run a call on CPU inputs; returns what it returned, on the CPU, and the names of the
         kernels that ran, where known."""
 
@@ -164,9 +162,7 @@ class VirtualDevice:
             "time": "predicted",
         }
 
-    def values(
-        self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int
-    ) -> tuple[Any, tuple[str, ...] | None]:
+    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, tuple[str, ...] | None]:
         """As `Device.values`, with every hazard an error."""
         with virtual_npu.run(mode="values", release=self.release, cores=cores, hazards=True) as recording:
             returned = call(inputs)
@@ -207,9 +203,7 @@ class RealDevice:
             "time": "measured",
         }
 
-    def values(
-        self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int
-    ) -> tuple[Any, tuple[str, ...] | None]:
+    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, tuple[str, ...] | None]:
         """As `Device.values`; the chip has the cores that it has."""
         moved = {name: tensor.npu() for name, tensor in inputs.items()}  # type: ignore[attr-defined]
         returned = call(moved)

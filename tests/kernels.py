@@ -40,7 +40,15 @@ def matmul_kernel(a, b, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl
 
 @triton.jit
 def handover_kernel(
-    a, b, scratch, out, STEPS: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr, EXTRA_WAIT: tl.constexpr, SETS: tl.constexpr
+    a,
+    b,
+    scratch,
+    out,
+    STEPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    N: tl.constexpr,
+    EXTRA_WAIT: tl.constexpr,
+    SETS: tl.constexpr,
 ):
     """out[i] = exp(a[i] @ b[i]) with an explicit hand-over through scratch slots.
 

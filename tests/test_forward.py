@@ -128,7 +128,9 @@ def test_tiles_can_be_chosen(rng) -> None:
 
 def test_a_tile_that_does_not_fit(rng) -> None:
     q, k, v = inputs(rng, 1, 1, 512, 128, torch.float16)
-    with pytest.raises(virtual_npu.CompileError, match=r"q\[1, 1, 512, 128\].*BM=512, BN=512.*(\n.*)*overflow, requires"):
+    with pytest.raises(
+        virtual_npu.CompileError, match=r"q\[1, 1, 512, 128\].*BM=512, BN=512.*(\n.*)*overflow, requires"
+    ):
         attention_fwd(q, k, v, False, SCALE, block_m=512, block_n=512)
 
 

@@ -36,7 +36,9 @@ def test_subview_is_numpy_slicing(data: st.DataObject) -> None:
         step = data.draw(st.integers(1, 3))
         size = data.draw(st.integers(1, (dim - offset - 1) // step + 1))
         offsets.append(offset), sizes.append(size), steps.append(step)
-    expected = view.array()[tuple(slice(o, o + (n - 1) * s + 1, s) for o, n, s in zip(offsets, sizes, steps, strict=True))]
+    expected = view.array()[
+        tuple(slice(o, o + (n - 1) * s + 1, s) for o, n, s in zip(offsets, sizes, steps, strict=True))
+    ]
     np.testing.assert_array_equal(subview(view, offsets, sizes, steps, 3).array(), expected)
 
 

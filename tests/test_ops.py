@@ -48,9 +48,7 @@ class Bench:
     def run(self, name: str, *operands, **attrs) -> None:
         values = []
         for number, operand in enumerate(operands):
-            kind = (
-                MemRef(operand.shape, operand.dtype, operand.memory.space) if isinstance(operand, View) else "f32"
-            )
+            kind = MemRef(operand.shape, operand.dtype, operand.memory.space) if isinstance(operand, View) else "f32"
             values.append(Value(number, kind))
         op = Op(f"hivm.hir.{name}", values, [], attrs, [], "test.py:1")
         with np.errstate(all="ignore"):
@@ -262,9 +260,7 @@ def test_load_and_store_move_strided_tiles(bench) -> None:
 
 def test_load_pads_on_the_left(bench) -> None:
     source, tile = bench.view("gm", "f32", (5,), normal(5)), bench.view("ub", "f32", (8,))
-    bench.run(
-        "load", source, tile, np.float32(0), 3, operandSegmentSizes=(1, 1, 1, 1, 0, 0), pad_mode="PadValue"
-    )
+    bench.run("load", source, tile, np.float32(0), 3, operandSegmentSizes=(1, 1, 1, 1, 0, 0), pad_mode="PadValue")
     np.testing.assert_array_equal(tile.array(), [0, 0, 0, *source.array()])
 
 

@@ -76,7 +76,10 @@ def published() -> list[Row]:
     lines = (line for line in MEASUREMENTS.read_text().splitlines() if not line.startswith("#"))
     return [
         Row(
-            *(int(row[key]) for key in ("z", "h", "n", "d")),
+            int(row["z"]),
+            int(row["h"]),
+            int(row["n"]),
+            int(row["d"]),
             row["causal"] == "1",
             int(row["bm"]),
             int(row["bn"]),
@@ -232,7 +235,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         f"MAPE {result['mape']:.1%}, worst row {result['worst']:.1%}, rank correlation {result['spearman']:.3f}"
     )
     if "holdout_mape" in result:
-        console.print(f"held-out MAPE {result['holdout_mape']:.1%} with constants fitted on the other half of the rows:")
+        console.print(
+            f"held-out MAPE {result['holdout_mape']:.1%} with constants fitted on the other half of the rows:"
+        )
         for name, values in result["fitted"]["on_each_half"].items():
             console.print(f"  {name}: {values[0]:g} and {values[1]:g}")
         console.print("the shipped constants are published ones; none is fitted on these rows")

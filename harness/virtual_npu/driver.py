@@ -190,7 +190,7 @@ def _describe(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return f"kernel {fn.__name__} with {shapes or 'no tensors'}; {tile or 'no constexprs'}"
 
 
-def _report_compile_errors(jit_function: type) -> None:
+def _report_compile_errors(jit_function: Any) -> None:
     """Let the compiler's own message reach the caller, with kernel, shape and tile before it."""
     from triton.compiler.errors import MLIRCompilationError
 
@@ -207,7 +207,7 @@ def _report_compile_errors(jit_function: type) -> None:
             raise CompileError(f"{where}: bishengir {state().release.version} says:\n{message}") from None
 
     run.virtual_npu = True  # type: ignore[attr-defined]
-    jit_function.run = run  # type: ignore[attr-defined]
+    jit_function.run = run
 
 
 def install(release: str = toolchain.CONTEST_RELEASE) -> None:
@@ -268,5 +268,3 @@ def run(
     finally:
         _state = before
         toolchain.use(before.release)
-
-

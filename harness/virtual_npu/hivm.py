@@ -159,7 +159,9 @@ def _type(attribute: Attribute) -> MemRef | str:
     layout = attribute.layout
     strides: tuple[int | None, ...] | None = None
     if isinstance(layout, builtin.StridedLayoutAttr):
-        strides = tuple(s.data if isinstance(s, builtin.IntAttr) and s.data != DYNAMIC else None for s in layout.strides.data)
+        strides = tuple(
+            s.data if isinstance(s, builtin.IntAttr) and s.data != DYNAMIC else None for s in layout.strides.data
+        )
     elif not isinstance(layout, builtin.NoneAttr):
         raise UnknownOpError(f"memref layout {layout}")
     space = _plain(attribute.memory_space) if not isinstance(attribute.memory_space, builtin.NoneAttr) else "gm"
@@ -198,7 +200,9 @@ class _Locations:
         """The innermost place in a file of the user's: a helper inlined into a kernel has a
         call-site location, its own line first; Triton's library lines are passed over."""
         places = self._places_in(text, 0)
-        return next((place for place in places if place.split(":")[0] not in _LIBRARY), places[0] if places else "unknown")
+        return next(
+            (place for place in places if place.split(":")[0] not in _LIBRARY), places[0] if places else "unknown"
+        )
 
     def _places_in(self, text: str, depth: int) -> list[str]:
         found: list[str] = []

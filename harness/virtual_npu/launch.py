@@ -37,7 +37,7 @@ def tensor_view(name: str, tensor: torch.Tensor) -> View:
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
     data = flat.numpy()
     memory = Memory(f"tensor {name}", "gm", data=data)
-    offset = tensor.storage_offset() * tensor.element_size()
+    offset = int(tensor.storage_offset()) * tensor.element_size()
     return View(memory, dtype, offset, ((len(data) - offset) // tensor.element_size(),), (1,))
 
 

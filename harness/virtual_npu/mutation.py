@@ -2,21 +2,32 @@
 
 For each synchronisation of the program, explicit or made by the compiler, the program is
 run without it; a deletion counts as noticed when the virtual NPU reports an error or the
-results change. What goes unnoticed is either redundant or a hole in the model.
+results change. What goes unnoticed is either redundant, never reached on the shape that
+ran, or a hole in the model: `redundancy` looks for evidence of the first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 
+from . import redundancy
 from .errors import VirtualNPUError
-from .hivm import Op, Region, read
+from .hivm import Op, Region
 from .launch import Launch
 from .program import Program
+from .values import SYNC as SYNCS
+from .values import compile_values
 
-SYNCS = tuple(
-    f"hivm.hir.{name}" for name in ("set_flag", "wait_flag", "pipe_barrier", "sync_block_set", "sync_block_wait")
+SECONDS = 300.0  # a mutant that runs longer counts as one that does not end
+NOT_REACHED = "not reached: this op never runs on this shape"
+NO_EVIDENCE = (
+    "no evidence of redundancy in the log of the run; the happens-before check finds every conflicting pair of "
+    "accesses ordered by other synchronisations"
 )
 
 
@@ -31,24 +42,34 @@ class Mutant:
 
 @dataclass
 class Outcome:
-    """What a deletion led to: `error` is empty when only the values changed, `noticed` False
-    when nothing did."""
+    """What a deletion led to.
+
+    Attributes:
+        core: "AIC" or "AIV".
+        op: the deleted op and its line.
+        detail: which synchronisation it is.
+        noticed: an error was reported, or the results changed.
+        error: the report; empty when only the values changed or nothing did.
+        argument: for an unnoticed one, why it changes nothing.
+        proven: the argument rests on the log of the run (`redundancy`), not on the
+            happens-before check alone, and the op was reached.
+    """
 
     core: str
     op: str
     detail: str
     noticed: bool
     error: str = ""
+    argument: str = ""
+    proven: bool = False
 
 
-def _remove(region: Region, number: int) -> bool:
-    for index, op in enumerate(region.ops):
-        if op.number == number:
-            del region.ops[index]
-            return True
-        if any(_remove(inner, number) for inner in op.regions):
-            return True
-    return False
+def _region_of(region: Region, op: Op) -> Region | None:
+    """The region that holds an op."""
+    if any(candidate is op for candidate in region.ops):
+        return region
+    inner = (_region_of(nested, op) for candidate in region.ops for nested in candidate.regions)
+    return next((found for found in inner if found is not None), None)
 
 
 def detail(op: Op) -> str:
@@ -57,61 +78,102 @@ def detail(op: Op) -> str:
     return ", ".join(f"{key} {op.attrs[key]}" for key in keys if key in op.attrs)
 
 
+def syncs(program: Program) -> list[tuple[str, Op]]:
+    """The synchronisations of a program, with their core."""
+    return [(core, op) for core, function in program.functions.items() for op in function.walk() if op.name in SYNCS]
+
+
 def mutants(program: Program) -> Iterator[Mutant]:
-    """One program for each synchronisation that can be left out."""
-    for core, function in program.functions.items():
-        for op in function.walk():
-            if op.name in SYNCS:
-                mutant = Program(program.name, program.text)
-                mutant.__dict__["module"] = read(program.text)
-                if _remove(mutant.functions[core].body, op.number):
-                    yield Mutant(core, op, mutant)
+    """One program for each synchronisation that can be left out.
+
+    The mutants share the parsed module, from which the op is absent until the next one is
+    asked for.
+    """
+    values, hazards = program.values, program.hazards  # compiled before anything is left out
+    for core, op in syncs(program):
+        function = program.functions[core]
+        region = _region_of(function.body, op)
+        assert region is not None
+        index = next(i for i, candidate in enumerate(region.ops) if candidate is op)
+        del region.ops[index]
+        try:
+            mutant = Program(program.name, program.text)
+            mutant.__dict__["module"] = program.module
+            mutant.__dict__["values"] = {**values, core: compile_values(function)}
+            mutant.__dict__["hazards"] = {**hazards, core: compile_values(function, hazards=True)}
+            yield Mutant(core, op, mutant)
+        finally:
+            region.ops.insert(index, op)
 
 
-def survey(launch: Launch, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Outcome]:
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after some seconds (main thread only; elsewhere no limit)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"not at its end after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def survey(
+    launch: Launch,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    seconds: float = SECONDS,
+) -> list[Outcome]:
     """Run every mutant of a captured launch, hazards on, from the same memory contents.
 
     Args:
         launch: from `run("values", hazards=True, capture=[...])`, before it ran.
         progress: called with the number of mutants done and their total.
+        seconds: limit for one mutant.
+
+    Returns:
+        One outcome for each synchronisation; unnoticed ones with an argument.
     """
     before = [(memory, memory.data.copy()) for memory in launch.memories()]
 
-    def run(program: Program) -> bytes:
+    def restore() -> None:
         for memory, data in before:
             memory.data[...] = data
-        return launch.again(program)
+
+    def run(program: Program) -> bytes:
+        restore()
+        with _limit(seconds):
+            return launch.again(program)
 
     expected = run(launch.program)
-    outcomes = []
-    total = sum(op.name in SYNCS for function in launch.program.functions.values() for op in function.walk())
+    restore()
+    logs = redundancy.record(launch)
+    runs = {core: redundancy.reached(logs, core) for core in launch.program.functions}
+    total = len(syncs(launch.program))
+    outcomes: list[Outcome] = []
+    unnoticed: list[tuple[Outcome, Op]] = []
     for mutant in mutants(launch.program):
-        error = ""
+        outcome = Outcome(mutant.core, str(mutant.op), detail(mutant.op), noticed=True)
         try:
-            noticed = run(mutant.program) != expected
-        except VirtualNPUError as caught:
-            noticed, error = True, f"{type(caught).__name__}: {caught}"
-        outcomes.append(Outcome(mutant.core, str(mutant.op), detail(mutant.op), noticed, error))
+            outcome.noticed = run(mutant.program) != expected
+        except (VirtualNPUError, TimeoutError) as caught:
+            outcome.error = f"{type(caught).__name__}: {caught}"
+        outcomes.append(outcome)
+        if not outcome.noticed:
+            unnoticed.append((outcome, mutant.op))
         progress(len(outcomes), total)
-    for memory, data in before:
-        memory.data[...] = data
+    for outcome, op in unnoticed:
+        if not runs[outcome.core][op.number]:
+            outcome.argument = NOT_REACHED
+            continue
+        found = redundancy.argument(logs, launch.program.functions, outcome.core, op)
+        outcome.argument, outcome.proven = found or NO_EVIDENCE, found is not None
+    restore()
     return outcomes
-
-
-ARGUMENTS = {
-    "PIPE_ALL": "the last op of a core whose pipes were all waited for already: the scalar unit stood at a "
-    "cross-core wait or flag behind the last instruction of each pipe",
-    "PIPE_V": "no instruction after it reads or overwrites bytes that one before it writes, unless another "
-    "barrier or flag stands between them: the bytes on its two sides are disjoint, or only read before",
-    "flag": "other flags and barriers order every pair of conflicting accesses that this one orders",
-}
-
-
-def argument(outcome: Outcome) -> str:
-    """Why a deletion that went unnoticed changes nothing. It rests on the run itself: the
-    happens-before check went over every pair of accesses without this op and found each
-    conflicting one ordered by something else, and the values are the same."""
-    for key in ("PIPE_ALL", "PIPE_V"):
-        if key in outcome.detail:
-            return ARGUMENTS[key]
-    return ARGUMENTS["flag"]

@@ -35,7 +35,9 @@ class DeviceOp:
     def pipe(self, op: Op) -> str:
         """The pipe that executes the op: filling L1 is MTE2's work, not the vector unit's
         (AscendNPU-IR, GetPipe.cpp)."""
-        if op.name == "hivm.hir.vbrc" and any(isinstance(o.type, MemRef) and o.type.space == "cbuf" for o in op.operands):
+        if op.name == "hivm.hir.vbrc" and any(
+            isinstance(o.type, MemRef) and o.type.space == "cbuf" for o in op.operands
+        ):
             return "MTE2"
         return self.default_pipe
 

@@ -96,7 +96,9 @@ def shift(op: Op) -> Kernel:
     dtype = numpy_dtype(op, op.operands[target])
 
     def run(*operands: Any) -> None:
-        write(operands[target], function(np.asarray(source(operands[0]), dtype), np.asarray(source(operands[1]), dtype)))
+        write(
+            operands[target], function(np.asarray(source(operands[0]), dtype), np.asarray(source(operands[1]), dtype))
+        )
 
     return run
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .driver import run
-from .mutation import argument, survey
+from .mutation import NOT_REACHED, survey
 
 SCALE = 0.5
 CORES = 2
@@ -61,10 +61,10 @@ def _textbook(n: int, d: int, causal: bool, heads: int) -> Callable[[], object]:
 
 # What is surveyed: a name, the maker of its call, its shape (n, d, causal, heads).
 SUBJECTS: dict[str, tuple[Callable[..., Callable[[], object]], tuple[int, int, bool, int]]] = {
-    "forward general": (_forward, (512, 64, True, 3)),
-    "forward general full": (_forward, (512, 128, False, 3)),
-    "forward pipeline": (_forward, (1024, 64, True, 2)),
-    "forward pipeline full": (_forward, (1024, 256, False, 1)),
+    "forward general": (_forward, (512, 32, True, 3)),
+    "forward general full": (_forward, (320, 128, False, 3)),
+    "forward pipeline": (_forward, (1536, 64, True, 1)),
+    "forward pipeline full": (_forward, (3072, 256, False, 1)),
     "backward": (_backward, (256, 64, True, 3)),
     "backward full": (_backward, (256, 128, False, 3)),
     "textbook": (_textbook, (256, 64, True, 3)),
@@ -84,8 +84,10 @@ def survey_subject(name: str, release: str) -> dict[str, dict[str, Any]]:
             "shape": dict(zip(("n", "d", "causal", "heads"), shape, strict=True)),
             "deleted": len(outcomes),
             "noticed": sum(outcome.noticed for outcome in outcomes),
+            "proven": sum(outcome.proven for outcome in outcomes),
+            "not_reached": sum(outcome.argument == NOT_REACHED for outcome in outcomes),
             "argued": [
-                {"core": o.core, "op": o.op, "detail": o.detail, "argument": argument(o)}
+                {"core": o.core, "op": o.op, "detail": o.detail, "argument": o.argument, "proven": o.proven}
                 for o in outcomes
                 if not o.noticed
             ],

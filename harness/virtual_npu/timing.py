@@ -190,8 +190,8 @@ class TimingLowering(Lowering):
                     raise UnknownOpError(f"{op}: a dynamic size times {product}")
             return out
         if op.name == "memref.expand_shape":
-            _, sizes = op.operands[0], iter(op.operands[1:])
-            return [next(sizes) if s == DYNAMIC else s for s in op.attrs["static_output_shape"]]
+            given = iter(op.operands[1:])
+            return [next(given) if s == DYNAMIC else s for s in op.attrs["static_output_shape"]]
         raise UnknownOpError(f"{op}: the size of its result is not known")
 
     def _dynamic_dims(self, value: Value) -> list[Value]:
@@ -358,7 +358,8 @@ class TimingLowering(Lowering):
             self.emit(indent, "pass", op)
 
     def _vector(self, op: Op, indent: int) -> None:
-        shapes, static = [], True
+        shapes: list[list[Dim] | None] = []
+        static = True
         for position, operand in enumerate(op.operands):
             if isinstance(operand.type, MemRef):
                 dims, fixed = self._sizes(op, position)
@@ -628,7 +629,9 @@ class TracingLowering(TimingLowering):
         if wait is not None:
             pipe = _PIPE_OF[wait[2]]
             kind = "wait" if wait[1] == "t" else "wait for L0"
-            super().emit(indent, f"if {wait[1]} > {wait[2]}: event(({kind!r}, {pipe!r}, {wait[2]}, {wait[1]}, {number}))")
+            super().emit(
+                indent, f"if {wait[1]} > {wait[2]}: event(({kind!r}, {pipe!r}, {wait[2]}, {wait[1]}, {number}))"
+            )
         if text == _CROSS:
             super().emit(indent, f"if t > s: event(('cross-core wait', 'S', s, t, {number}))")
         advance = _ADVANCE.match(text) or _INCREASE.match(text)
@@ -811,8 +814,8 @@ class TimedCore:
         self.kind = kind
         self.sub = sub
         self.start = 0.0
-        self.flags = [deque() for _ in range(FLAGS)]
-        self.received = [[deque() for _ in range(BLOCK_FLAGS)] for _ in range(2 if kind == "AIC" else 1)]
+        self.flags: list[deque[float]] = [deque() for _ in range(FLAGS)]
+        self.received: list[list[deque[float]]] = [[deque() for _ in range(BLOCK_FLAGS)] for _ in range(2 if kind == "AIC" else 1)]
         self.targets: list[list[deque[float]]] = []
         self.counts = [0] * len(code.counts)
         self.dynamic = [0.0] * len(code.dynamic)
@@ -883,9 +886,7 @@ class Timed:
 class Timer:
     """Times launches of one program under one set of constants."""
 
-    def __init__(
-        self, program: Program, costs: Costs, lowering_class: type[TimingLowering] = TimingLowering
-    ) -> None:
+    def __init__(self, program: Program, costs: Costs, lowering_class: type[TimingLowering] = TimingLowering) -> None:
         self.program = program
         self.costs = costs
         self.codes = {
@@ -952,7 +953,9 @@ def _arguments(program: Program, values: list[Any], grid: tuple[int, int, int]) 
         kernel = [kind for kind in function.arg_kinds if kind not in hidden]
         visible = [*values, *grid]
         if len(kernel) != len(visible):
-            raise LaunchError(f"{program.name}: the function takes {len(kernel)} arguments, the launch has {len(visible)}")
+            raise LaunchError(
+                f"{program.name}: the function takes {len(kernel)} arguments, the launch has {len(visible)}"
+            )
         rest = iter(visible)
         found[core] = [None if kind in hidden else next(rest) for kind in function.arg_kinds]
     return found
@@ -1026,9 +1029,7 @@ class _Factors:
         return self.default if index is None else self.values[index]
 
 
-def _busiest(
-    program: Program, timer: Timer, arguments: dict[str, list[Any]], blocks: int, units: int
-) -> list[int]:
+def _busiest(program: Program, timer: Timer, arguments: dict[str, list[Any]], blocks: int, units: int) -> list[int]:
     """The programs of the core with the most work. Programs go to cores in turn."""
     lists = [list(range(core, blocks, units)) for core in range(min(units, blocks))]
     if len(lists) == 1:
@@ -1036,7 +1037,8 @@ def _busiest(
     counters: dict[str, TimingCode] | None = program.__dict__.get("_counters")
     if counters is None:
         counters = {
-            core: compile_timing(function, timer.costs, CountingLowering) for core, function in program.functions.items()
+            core: compile_timing(function, timer.costs, CountingLowering)
+            for core, function in program.functions.items()
         }
         program.__dict__["_counters"] = counters
     best, best_work = lists[0], -1.0

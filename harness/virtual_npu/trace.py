@@ -26,7 +26,17 @@ from .costs import default_constants
 from .driver import Recording, run
 from .timing import PROFILER_NAMES, Timed
 
-LANES = ("aic_scalar", "aic_mte2", "aic_mte1", "aic_mac", "aic_fixpipe", "aiv_mte2", "aiv_vec", "aiv_mte3", "aiv_scalar")
+LANES = (
+    "aic_scalar",
+    "aic_mte2",
+    "aic_mte1",
+    "aic_mac",
+    "aic_fixpipe",
+    "aiv_mte2",
+    "aiv_vec",
+    "aiv_mte3",
+    "aiv_scalar",
+)
 COLOURS = {"run": "#3b7dd8", "wait": "#d9a441", "wait for L0": "#d9a441", "cross-core wait": "#c0504d"}
 
 
@@ -39,7 +49,9 @@ def lane(kind: str, pipe: str, sub: int) -> str:
 def chrome_events(timed: Timed, name: str, clock_hz: float) -> list[dict[str, Any]]:
     """Chrome trace events of one launch; times in microseconds."""
     scale = 1e6 / clock_hz
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{name} (predicted)"}}]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{name} (predicted)"}}
+    ]
     lanes: dict[str, int] = {}
     flows = 0
     sets: dict[tuple[str, int], list[tuple[float, int]]] = {}
@@ -116,7 +128,9 @@ def profile_table(record: Recording, console: Console, top: int = 30) -> None:
     for kernel in record.kernels:
         report = kernel.report
         total = report["core_cycles"]
-        console.print(f"[bold]{kernel.name}[/bold]: predicted {kernel.ms:.3f} ms, {total:.0f} cycles on the busiest core")
+        console.print(
+            f"[bold]{kernel.name}[/bold]: predicted {kernel.ms:.3f} ms, {total:.0f} cycles on the busiest core"
+        )
         busy = ", ".join(f"{name} {cycles / total:.0%}" for name, cycles in sorted(report["busy"].items()))
         console.print(f"  busy: {busy}")
         waits = ", ".join(f"{name} {cycles / total:.0%}" for name, cycles in report["cross_core_wait"].items())
@@ -126,7 +140,9 @@ def profile_table(record: Recording, console: Console, top: int = 30) -> None:
         table = Table(box=None)
         for heading in ("line", *names, "GM bytes"):
             table.add_column(heading, no_wrap=True)
-        order = sorted(lines, key=lambda line: -max([v for n, v in lines[line].items() if not n.endswith("bytes")] or [0]))
+        order = sorted(
+            lines, key=lambda line: -max([v for n, v in lines[line].items() if not n.endswith("bytes")] or [0])
+        )
         for line in order[:top]:
             row = lines[line]
             moved = sum(value for name, value in row.items() if name.endswith("bytes"))
@@ -177,7 +193,11 @@ def main() -> None:
         stem.with_suffix(".json").write_text(
             json.dumps({"traceEvents": chrome_events(timed, f"{case.name} {program.name}", clock)})
         )
-        picture(timed, f"{case.name}: {program.name}, {arguments.heads} heads on 20 cores (predicted)", stem.with_suffix(".png"))
+        picture(
+            timed,
+            f"{case.name}: {program.name}, {arguments.heads} heads on 20 cores (predicted)",
+            stem.with_suffix(".png"),
+        )
         print(f"wrote {stem}.json (open it in ui.perfetto.dev) and {stem}.png")
 
 

@@ -39,7 +39,9 @@ EVENTS = 8  # event ids for each pair of pipes (CANN SetFlag/WaitFlag)
 BLOCK_FLAGS = 16  # cross-core flag ids (AscendNPU-IR, kBlockSyncSetWaitEventIdNum)
 MAX_OUTSTANDING = 15  # sets of a cross-core flag that may wait to be consumed (CANN 8.5)
 
-SYNC = tuple(f"hivm.hir.{name}" for name in ("set_flag", "wait_flag", "pipe_barrier", "sync_block_set", "sync_block_wait"))
+SYNC = tuple(
+    f"hivm.hir.{name}" for name in ("set_flag", "wait_flag", "pipe_barrier", "sync_block_set", "sync_block_wait")
+)
 
 _PAIR = {(a, b): (i * len(PIPES) + j) * EVENTS for i, a in enumerate(PIPES) for j, b in enumerate(PIPES)}
 FLAGS = len(PIPES) ** 2 * EVENTS
@@ -175,7 +177,9 @@ class ValueLowering(Lowering):
             if self.hazards:  # each wait is a point where another core may run first
                 self.emit(indent, f"yield {op.number}, {flag}", op)
             if self.function.core == "AIC":
-                self.emit(indent, f"while not (counters[0][{flag}] and counters[1][{flag}]): yield {op.number}, {flag}", op)
+                self.emit(
+                    indent, f"while not (counters[0][{flag}] and counters[1][{flag}]): yield {op.number}, {flag}", op
+                )
                 self.emit(indent, f"counters[0][{flag}] -= 1; counters[1][{flag}] -= 1", op)
             else:
                 self.emit(indent, f"while not counters[{flag}]: yield {op.number}, {flag}", op)
@@ -456,4 +460,3 @@ def _who_waits(running: dict[Core, Program], waits: dict[Core, tuple[int, int]])
         sender = "the vector cores" if core.kind == "AIC" else "the cube core"
         texts.append(f"the {core.name} waits for cross-core flag {flag} from {sender} ({op})")
     return "; ".join(texts)
-
