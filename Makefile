@@ -14,7 +14,7 @@ SECOND_DIR := .toolchain/bishengir-$(SECOND)
 SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check score test check-full bench calibrate trace profile mutation lint clean
+.PHONY: help setup check score test check-full report bench calibrate trace profile mutation sensitivity lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ score: ## correctness, then time; writes results/score.json
 check-full: ## correctness of all heads of all cases (hours)
 	$(SCORING) --mode check --full $(ARGS)
 
+report: ## the tables of results/score.json into REPORT.md
+	$(PY) -m scoring.markdown
+
 test: ## the tests
 	$(PY) -m pytest $(ARGS)
 
@@ -70,6 +73,9 @@ profile: ## predicted cycles of a case by source line; SUITE and CASE as for tra
 
 mutation: ## does every deleted synchronisation get noticed? writes results/mutation.json
 	$(PY) -m harness.virtual_npu.surveys $(ARGS)
+
+sensitivity: ## what the predicted times hang on
+	$(PY) -m harness.virtual_npu.sensitivity $(ARGS)
 
 lint: ## ruff and mypy
 	$(PY) -m ruff check .

@@ -104,39 +104,58 @@ def _package(name: str) -> str:
 
 
 class _HostOps(TorchDispatchMode):
-    """Lists torch ops on more than a few elements: they run on the host here and on the NPU
-    there, so a predicted time without them would be too good."""
+    """Charges the torch ops of a timed call: on an NPU each is a kernel of its own, here it
+    runs on the host. Views and fresh memory are free; a fill of any size, and any op on few
+    elements, costs a launch and its bytes at the bandwidth of HBM, and large fills are not
+    carried out. An op on many elements has no predicted time and ends the call.
+    """
 
     FREE = frozenset(
         {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "view", "_unsafe_view", "set_"}
         | {"_reshape_alias", "expand", "permute", "transpose", "t", "slice", "select", "as_strided", "detach", "alias"}
         | {"unsqueeze", "squeeze", "unbind", "split", "split_with_sizes", "lift_fresh", "unfold"}
     )
+    FILLED = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"} | {"new_zeros", "new_ones"})
+    FILLS = frozenset({"zero_", "fill_"})
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, None] = {}
+        self.ops: list[int] = []  # bytes of each op
+        self.refused: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if name in self.FREE:
             return func(*args, **kwargs)
-        if any(tensor.numel() > SMALL_ELEMENTS for tensor in tensors):
-            self.found[name] = None
-            raise NotTimedError(self.message())
-        result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.numel() > SMALL_ELEMENTS:
-            self.found[name] = None
-            raise NotTimedError(self.message())
-        return result
-
-    def message(self) -> str:
-        return (
-            f"the timed call runs torch.{', '.join(self.found)} on more than {SMALL_ELEMENTS} elements: "
-            "the virtual NPU predicts the time of kernels only, so do that work in a kernel"
+        if name in self.FILLED:
+            form = func(*args, **{**kwargs, "device": "meta"})
+            self.ops.append(form.numel() * form.element_size())
+            large = form.numel() > SMALL_ELEMENTS
+            return torch.empty(form.shape, dtype=form.dtype) if large else func(*args, **kwargs)
+        if name in self.FILLS:
+            self.ops.append(args[0].numel() * args[0].element_size())
+            return args[0] if args[0].numel() > SMALL_ELEMENTS else func(*args, **kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if all(tensor.numel() <= SMALL_ELEMENTS for tensor in tensors):
+            result = func(*args, **kwargs)
+            tensors += [value for value in (result,) if isinstance(value, torch.Tensor)]
+            if all(tensor.numel() <= SMALL_ELEMENTS for tensor in tensors):
+                self.ops.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+                return result
+        self.refused = (
+            f"the timed call runs torch.{name} on more than {SMALL_ELEMENTS} elements: "
+            "the virtual NPU predicts the time of kernels and fills only, so do that work in a kernel"
         )
+        raise NotTimedError(self.refused)
+
+    def cycles(self) -> float:
+        """Predicted cycles of the ops together."""
+        from .virtual_npu.costs import default_constants  # needs xdsl, which an NPU machine lacks
+
+        constants = default_constants()
+        launch, bandwidth = constants["launch"]["kernel_cycles"], constants["shared"]["hbm_bytes_per_cycle"]
+        return float(sum(launch + size / bandwidth for size in self.ops))
 
 
 def _names(recording: virtual_npu.Recording) -> tuple[str, ...]:
@@ -174,13 +193,15 @@ class VirtualDevice:
         device = virtual_npu.run(mode="timing", release=self.release, cores=virtual_npu.CORES)
         with device as recording, _HostOps() as host:
             call(inputs)
-        if host.found:
-            raise NotTimedError(host.message())
+        if host.refused:  # also when the submission caught the error
+            raise NotTimedError(host.refused)
         if not recording.kernels:
             raise NotTimedError("no Triton kernel was launched: the virtual NPU predicts the time of kernels only")
         if not (math.isfinite(recording.ms) and recording.ms > 0):
             raise NotTimedError(f"the predicted time is {recording.ms} ms")
-        return Timing(recording.ms, recording.cube_utilisation, _names(recording))
+        share = recording.cycles / (recording.cycles + host.cycles())
+        utilisation = recording.cube_utilisation
+        return Timing(recording.ms / share, None if utilisation is None else utilisation * share, _names(recording))
 
 
 class RealDevice:

@@ -113,6 +113,9 @@ def main() -> None:
     deleted = sum(row["deleted"] for row in kernels.values())
     noticed = sum(row["noticed"] for row in kernels.values())
     print(f"all kernels: {noticed} of {deleted} deletions noticed ({noticed / deleted:.1%})")
+    proven, unreached = (sum(row[key] for row in kernels.values()) for key in ("proven", "not_reached"))
+    rest = deleted - noticed - proven - unreached
+    print(f"not noticed: {proven} redundant by the log of the run, {unreached} never reached, {rest} without evidence")
     for kernel, row in kernels.items():
         for item in row["argued"]:
             print(f"  not noticed, {kernel}: {item['core']} {item['op']} ({item['detail']}): {item['argument']}")

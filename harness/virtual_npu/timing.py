@@ -55,6 +55,7 @@ class Step:
     write_bytes: float = 0.0
     argument: int | None = None
     mac_cycles: float = 0.0
+    l1_bytes: float = 0.0  # from L1 to L0A and L0B
 
 
 @dataclass
@@ -474,6 +475,7 @@ class TimingLowering(Lowering):
         parts, double = self.costs.mmad_parts(max(m0, rows), n0, n, k, size)
         head = self.costs.constants["cube"]["mad_head_cycles"]
         barrier = self.costs.constants["cube"]["barrier_cycles"]
+        rate_a, rate_b = (self.costs.constants["cube"][f"l0{side}_bytes_per_cycle"] for side in "ab")
         flag = self.flag_cycles
         forward, backward, back = self._macro_bases()
         a_wait, b_wait, a_set, b_set, parity, back0, back1 = sync
@@ -508,7 +510,8 @@ class TimingLowering(Lowering):
             self.emit(indent, f"tM = (tM if tM > t else t) + {cycles!r}", op)
             self.emit(indent, f"{event} = tM + {flag!r}" if double else f"e0 = e1 = tM + {flag!r}")
             self._step(Step(op, "M", cycles, mac_cycles=self.costs.mad(m, n, k, size) / len(parts)))
-            self._step(Step(op, "MTE1", part["a"] + part["b"]))
+            l1_bytes = part["a"] * rate_a + part["b"] * rate_b
+            self._step(Step(op, "MTE1", part["a"] + part["b"], l1_bytes=l1_bytes))
         if swap:
             self.emit(indent, f"if {parity} & 1: e0, e1 = e1, e0", op)
         for number, local, text in ((0, local0, back0), (1, local1, back1)):
@@ -611,16 +614,20 @@ _ADVANCE = re.compile(r"(t[V123MF]) = \(\1 if \1 > (s|t) else \2\) \+ ")
 _INCREASE = re.compile(r"(t1) \+= ")
 _WAIT = re.compile(r"if (t|e0|e1) > (t[V123MF]): \2 = \1$")
 _CROSS = "if t > s: cross_wait += t - s; s = t"
+_SCALAR = re.compile(r"s \+= ")
+_RAISE = re.compile(r"for q in tx: q\[(.+)\]\.append\(t\)$")
+_MACRO = re.compile(r"t1, tM = c\d+\(")
 _PIPE_OF = {time: pipe for pipe, time in PIPE_TIMES.items()}
 
 
 class TracingLowering(TimingLowering):
-    """The timing code with a record of each instruction's start and end on its pipe, and of
-    each wait with its cause. Slower; for traces of a few tiles."""
+    """The timing code with a record of each instruction's start and end on its pipe, of each
+    wait with its cause, and of each cross-core set and wait. Slower; for traces of a few tiles."""
 
     def prologue(self) -> Iterable[str]:
         yield from super().prologue()
         yield "event = core.events.append"
+        yield "signal = core.signals.append"
 
     def emit(self, indent: int, text: str, op: Op | None = None) -> None:
         op = op or self._op
@@ -632,8 +639,19 @@ class TracingLowering(TimingLowering):
             super().emit(
                 indent, f"if {wait[1]} > {wait[2]}: event(({kind!r}, {pipe!r}, {wait[2]}, {wait[1]}, {number}))"
             )
-        if text == _CROSS:
+        raised = _RAISE.match(text)
+        if raised is not None and op is not None:
+            pipe = pipe_name(op.attrs["tpipe"])
+            super().emit(indent, f"signal((True, {raised[1]}, t - {self.cross!r}, {pipe!r}))")
+        if text == _CROSS and op is not None:
+            super().emit(indent, f"signal((False, {block_flag_text(op, self.ref)}, t if t > s else s, 'S'))")
             super().emit(indent, f"if t > s: event(('cross-core wait', 'S', s, t, {number}))")
+        scalar = _SCALAR.match(text)
+        macro = _MACRO.match(text)
+        if scalar is not None:
+            super().emit(indent, "begin = s")
+        if macro is not None:
+            super().emit(indent, "begin, begin_m = max(t1, s), max(tM, s)")
         advance = _ADVANCE.match(text) or _INCREASE.match(text)
         if advance is not None:
             other = advance[2] if advance.re is _ADVANCE else advance[1]
@@ -641,6 +659,12 @@ class TracingLowering(TimingLowering):
         super().emit(indent, text, op)
         if advance is not None:
             super().emit(indent, f"event(('run', {_PIPE_OF[advance[1]]!r}, begin, {advance[1]}, {number}))")
+        if scalar is not None:
+            super().emit(indent, "event(('run', 'S', begin, s, -1))")
+        if macro is not None:
+            super().emit(
+                indent, f"event(('run', 'MTE1', begin, t1, {number})); event(('run', 'M', begin_m, tM, {number}))"
+            )
 
     def device(self, op: Op, indent: int) -> None:
         self._op = op
@@ -815,7 +839,9 @@ class TimedCore:
         self.sub = sub
         self.start = 0.0
         self.flags: list[deque[float]] = [deque() for _ in range(FLAGS)]
-        self.received: list[list[deque[float]]] = [[deque() for _ in range(BLOCK_FLAGS)] for _ in range(2 if kind == "AIC" else 1)]
+        self.received: list[list[deque[float]]] = [
+            [deque() for _ in range(BLOCK_FLAGS)] for _ in range(2 if kind == "AIC" else 1)
+        ]
         self.targets: list[list[deque[float]]] = []
         self.counts = [0] * len(code.counts)
         self.dynamic = [0.0] * len(code.dynamic)
@@ -823,6 +849,7 @@ class TimedCore:
         self.cross_wait = 0.0
         self.touches: list[tuple[int, int, int, bool]] = []
         self.events: list[tuple[str, str, float, float, int]] = []  # kind, pipe, start, end, op
+        self.signals: list[tuple[bool, int, float, str]] = []  # cross-core: set?, flag, raised or gone on, pipe
 
     def finish(self, end: float, cross_wait: float) -> None:
         self.end = end
@@ -981,6 +1008,8 @@ def time_launch(
     first = timer.run(chosen, blocks, per_core, 1.0, _Factors(plain))
     traffic = _traffic(first.cores)
     known = state.options.get("hbm_share")
+    if known is not None and program.name in known:  # given by kernel
+        known = known[program.name]
     share = (
         {int(key): float(value) for key, value in known.items()}
         if known is not None

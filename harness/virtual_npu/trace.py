@@ -1,7 +1,6 @@
-"""Traces and profiles of a predicted launch.
+"""Traces of a predicted launch.
 
     python -m harness.virtual_npu.trace --suite forward --case P1
-    python -m harness.virtual_npu.trace --suite forward --case P1 --profile
 
 The trace is Chrome's JSON format, for ui.perfetto.dev: one lane for each pipe of the cube
 core and of the two vector cores, with the names of the real profiler, waits by their cause,
@@ -18,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from ..configs import Case, input_rule, select
 from .costs import default_constants
-from .driver import Recording, run
-from .timing import PROFILER_NAMES, Timed
+from .driver import run
+from .profile import cause, lane
+from .timing import Timed
 
 LANES = (
     "aic_scalar",
@@ -40,54 +38,85 @@ LANES = (
 COLOURS = {"run": "#3b7dd8", "wait": "#d9a441", "wait for L0": "#d9a441", "cross-core wait": "#c0504d"}
 
 
-def lane(kind: str, pipe: str, sub: int) -> str:
-    """Profiler name of a pipe, with the vector core's number."""
-    name = PROFILER_NAMES[kind].get(pipe, pipe)
-    return name if kind == "AIC" else f"{name} {sub}"
+MAX_EVENTS = 200_000  # a trace that the Perfetto UI still opens at once
 
 
-def chrome_events(timed: Timed, name: str, clock_hz: float) -> list[dict[str, Any]]:
-    """Chrome trace events of one launch; times in microseconds."""
-    scale = 1e6 / clock_hz
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{name} (predicted)"}}
+def _slices(timed: Timed, max_events: int) -> tuple[list[tuple[float, dict[str, Any]]], float]:
+    """Slices of instructions and waits with their start, and the cycle up to which all are there."""
+    every = [
+        (start, core, kind, pipe, end, number) for core in timed.cores for kind, pipe, start, end, number in core.events
     ]
-    lanes: dict[str, int] = {}
-    flows = 0
-    sets: dict[tuple[str, int], list[tuple[float, int]]] = {}
+    every.sort(key=lambda event: event[0])
+    last = every[max_events][0] if len(every) > max_events else timed.cycles
+    slices = []
+    for start, core, kind, pipe, end, number in every[:max_events]:
+        op = core.code.ops.get(number)
+        label = op.name.removeprefix("hivm.hir.") if op is not None else "scalar"
+        name = label if kind == "run" else f"wait for {cause(kind, core.kind, op)}"
+        arguments = {"line": op.place if op is not None else "", "cycles": round(end - start, 1)}
+        body = {"tid": lane(core.kind, pipe, core.sub), "name": name, "cat": kind, "args": arguments}
+        slices.append((start, {**body, "dur": end - start}))
+    return slices, last
+
+
+def flows(timed: Timed) -> list[tuple[float, str, float, str, int]]:
+    """Cross-core flags that a core really waited for: cycle and lane of the set, cycle and lane
+    of the end of the wait, flag id. A wait of the cube core is answered by the later vector core."""
+    raised: dict[tuple[str, int, int], list[tuple[float, str]]] = {}
     for core in timed.cores:
-        for kind, pipe, start, end, number in core.events:
-            thread = lanes.setdefault(lane(core.kind, pipe, core.sub), len(lanes) + 1)
-            op = core.code.ops.get(number)
-            label = op.name.removeprefix("hivm.hir.") if op is not None else kind
-            if kind == "run" and label.startswith("sync_block_set") and op is not None:
-                sets.setdefault((core.kind, int(op.attrs.get("static_flag_id", -1))), []).append((end, thread))
+        for is_set, flag, time, pipe in core.signals:
+            if is_set:
+                raised.setdefault((core.kind, core.sub, flag), []).append((time, pipe))
+    found = []
+    for core in timed.cores:
+        waited = {end for kind, _, _, end, _ in core.events if kind == "cross-core wait"}
+        senders = [other for other in timed.cores if other.kind != core.kind]
+        taken: dict[int, int] = {}
+        for is_set, flag, time, _ in core.signals:
+            if is_set:
                 continue
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": 1,
-                    "tid": thread,
-                    "ts": start * scale,
-                    "dur": (end - start) * scale,
-                    "name": label if kind == "run" else f"{kind} at {label}",
-                    "cat": kind,
-                    "args": {"line": op.place if op is not None else "", "cycles": round(end - start, 1)},
-                }
-            )
-            if kind == "cross-core wait" and op is not None:
-                # An arrow from the other side's lane that raised the flag to where the wait ends.
-                source = "aic_fixpipe" if core.kind == "AIV" else f"aiv_mte3 {0}"
-                if source in lanes:
-                    flows += 1
-                    flow = {"pid": 1, "id": flows, "name": "cross-core flag", "cat": "flag"}
-                    latency = default_constants()["sync"]["cross_core_cycles"]
-                    events.append({**flow, "ph": "s", "tid": lanes[source], "ts": (end - latency) * scale})
-                    events.append({**flow, "ph": "f", "bp": "e", "tid": thread, "ts": end * scale})
-    events += [
-        {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": text}}
-        for text, thread in lanes.items()
-    ]
+            index = taken[flag] = taken.get(flag, -1) + 1
+            if time in waited:
+                set_at, pipe, sub, kind = max(
+                    (*raised[sender.kind, sender.sub, flag][index], sender.sub, sender.kind) for sender in senders
+                )
+                found.append((set_at, lane(kind, pipe, sub), time, lane(core.kind, "S", core.sub), flag))
+    return found
+
+
+def chrome_events(timed: Timed, name: str, clock_hz: float, max_events: int = MAX_EVENTS) -> list[dict[str, Any]]:
+    """Chrome trace events of one traced launch.
+
+    Args:
+        timed: from `run("timing", trace=[...])`.
+        name: shown as the process.
+        clock_hz: of the cores; the events' times are microseconds.
+        max_events: instructions and waits to keep, from the start of the launch.
+    """
+    scale = 1e6 / clock_hz
+    slices, last = _slices(timed, max_events)
+    arrows: list[tuple[float, dict[str, Any]]] = []
+    for number, (set_at, source, end, target, flag) in enumerate(flows(timed), 1):
+        if end > last:
+            continue
+        # A short slice on the setting pipe, for the arrow to leave from; it ends with the set.
+        body = {"cat": "flag", "name": f"set flag {flag}"}
+        slices.append((set_at - 1.0, {**body, "tid": source, "dur": 1.0, "args": {}}))
+        flow = {"cat": "flag", "id": number, "name": f"cross-core flag {flag}"}
+        arrows.append((set_at - 0.5, {**flow, "ph": "s", "tid": source}))
+        arrows.append((end - 0.5, {**flow, "ph": "f", "bp": "e", "tid": target}))
+    used = {event["tid"] for _, event in slices}
+    order = [text for base in LANES for text in sorted(used) if text == base or text.rsplit(" ", 1)[0] == base]
+    threads = {text: number for number, text in enumerate(order, 1)}
+    title = f"{name} (predicted)" + (f", first {last:.0f} of {timed.cycles:.0f} cycles" if last < timed.cycles else "")
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}]
+    for text, number in threads.items():
+        events.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": text}})
+        events.append({"ph": "M", "pid": 1, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}})
+    for start, event in slices:
+        event = {**event, "ph": "X", "pid": 1, "tid": threads[event["tid"]]}
+        events.append({**event, "ts": start * scale, "dur": event["dur"] * scale})
+    events += [{**event, "pid": 1, "tid": threads[event["tid"]], "ts": at * scale} for at, event in arrows]
     return events
 
 
@@ -123,34 +152,6 @@ def picture(timed: Timed, title: str, path: Path, window: tuple[float, float] | 
     plt.close(figure)
 
 
-def profile_table(record: Recording, console: Console, top: int = 30) -> None:
-    """Print busy cycles by source line, and where the cores wait."""
-    for kernel in record.kernels:
-        report = kernel.report
-        total = report["core_cycles"]
-        console.print(
-            f"[bold]{kernel.name}[/bold]: predicted {kernel.ms:.3f} ms, {total:.0f} cycles on the busiest core"
-        )
-        busy = ", ".join(f"{name} {cycles / total:.0%}" for name, cycles in sorted(report["busy"].items()))
-        console.print(f"  busy: {busy}")
-        waits = ", ".join(f"{name} {cycles / total:.0%}" for name, cycles in report["cross_core_wait"].items())
-        console.print(f"  scalar unit at cross-core waits: {waits}; L2 stretch {report['l2_stretch']:.2f}")
-        lines = report["lines"]
-        names = sorted({name for row in lines.values() for name in row if not name.endswith("bytes")})
-        table = Table(box=None)
-        for heading in ("line", *names, "GM bytes"):
-            table.add_column(heading, no_wrap=True)
-        order = sorted(
-            lines, key=lambda line: -max([v for n, v in lines[line].items() if not n.endswith("bytes")] or [0])
-        )
-        for line in order[:top]:
-            row = lines[line]
-            moved = sum(value for name, value in row.items() if name.endswith("bytes"))
-            cells = [f"{row[name] / total:.1%}" if row.get(name) else "" for name in names]
-            table.add_row(line, *cells, f"{moved:.3g}" if moved else "")
-        console.print(table)
-
-
 def case_call(suite: str, case: Case, heads: int | None) -> Callable[[], object]:
     """The call of a case with torch.empty tensors; `heads` replaces its batch and heads."""
     from backward import attention_bwd
@@ -166,22 +167,18 @@ def case_call(suite: str, case: Case, heads: int | None) -> Callable[[], object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trace or profile a case on the virtual NPU.")
+    parser = argparse.ArgumentParser(description="Trace a case on the virtual NPU.")
     parser.add_argument("--suite", choices=("forward", "backward"), default="forward")
     parser.add_argument("--case", default="P1", help="name of the case, as `make score` prints it")
-    parser.add_argument("--heads", type=int, default=40, help="heads in the trace (a profile runs them all)")
+    parser.add_argument("--heads", type=int, default=40, help="heads in the trace")
+    parser.add_argument("--events", type=int, default=MAX_EVENTS, help="instructions and waits to keep")
     parser.add_argument("--release", default="1.1.0")
-    parser.add_argument("--profile", action="store_true", help="print cycles by source line instead")
     parser.add_argument("--out", type=Path, default=Path("results/local"), help="folder for the trace")
     arguments = parser.parse_args()
-    (case,) = select(arguments.suite, [arguments.case])
-    console = Console(width=130)
-    if arguments.profile:
-        call = case_call(arguments.suite, case, None)
-        with run("timing", release=arguments.release) as record:
-            call()
-        profile_table(record, console)
-        return
+    chosen = select(arguments.suite, [arguments.case])
+    if len(chosen) != 1:
+        parser.error(f"--case must name one case, got {', '.join(case.name for case in chosen)}")
+    (case,) = chosen
     call = case_call(arguments.suite, case, arguments.heads)
     traced: list[Any] = []
     with run("timing", release=arguments.release, trace=traced):
@@ -190,9 +187,8 @@ def main() -> None:
     clock = default_constants()["chip"]["clock_hz"]
     for program, timed in traced:
         stem = arguments.out / f"{case.name}-{program.name}"
-        stem.with_suffix(".json").write_text(
-            json.dumps({"traceEvents": chrome_events(timed, f"{case.name} {program.name}", clock)})
-        )
+        events = chrome_events(timed, f"{case.name} {program.name}", clock, arguments.events)
+        stem.with_suffix(".json").write_text(json.dumps({"traceEvents": events}))
         picture(
             timed,
             f"{case.name}: {program.name}, {arguments.heads} heads on 20 cores (predicted)",

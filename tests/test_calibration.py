@@ -1,0 +1,96 @@
+"""The model against published times of a 910B3, and the interval that a prediction stands for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from harness.virtual_npu import calibration, sensitivity
+from harness.virtual_npu.costs import default_constants
+
+
+def test_the_published_rows_are_all_there() -> None:
+    rows = calibration.published()
+    assert len(rows) == 20
+    assert sum(row.lazy for row in rows) == 3
+    assert {row.acc for row in rows} == {"ub", "gm"}
+    assert all(row.ms > 0 and row.n % row.block_m == 0 and row.n % row.block_n == 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_published_times_are_predicted() -> None:
+    """Every row on shrunken shapes. Published constants gave 6.5 % (worst 16 %) at full size."""
+    result = calibration.calibrate(z=8, with_holdout=False)
+    assert result["mape"] < 0.09
+    assert result["worst"] < 0.20
+    assert result["spearman"] > 0.98
+
+
+def test_a_shrunken_run_scales_to_the_full_one() -> None:
+    row = min(calibration.published(), key=lambda row: row.ms)
+    assert calibration.predict(row, z=8) == pytest.approx(calibration.predict(row), rel=0.005)
+
+
+def test_fitted_constants_exist_and_start_inside_their_ranges() -> None:
+    for path, (low, high) in calibration.FITTED.items():
+        assert low <= calibration._value(path, default_constants()) <= high
+
+
+def test_mape_weighs_both_directions() -> None:
+    assert calibration.mape([1.1, 0.9, 1.0]) == pytest.approx(0.2 / 3)
+
+
+def test_calibration_interval_is_time_over_the_percentiles() -> None:
+    ratios = [0.8 + 0.01 * i for i in range(41)]  # 10th and 90th percentile: 0.84 and 1.16
+    low, high = calibration.interval(10.0, ratios)
+    assert low == pytest.approx(10 / 1.16)
+    assert high == pytest.approx(10 / 0.84)
+
+
+def test_interval_joins_calibration_and_sensitivity() -> None:
+    flat = dict.fromkeys(sensitivity.UNCONSTRAINED, (1.0, 1.0))
+    ratios = [0.9, 1.0, 1.1]
+    alone = calibration.interval(5.0, ratios)
+    assert sensitivity.interval(5.0, ratios, flat) == pytest.approx(alone)
+    low, high = sensitivity.interval(5.0, ratios, {**flat, "L2 bandwidth": (1.3, 0.9)})
+    assert low < alone[0] < 5.0 < alone[1] < high
+    assert math.log(high / 5.0) ** 2 == pytest.approx(math.log(alone[1] / 5.0) ** 2 + math.log(1.3) ** 2)
+    # A constant that the published rows test already does not count a second time.
+    assert sensitivity.interval(5.0, ratios, {**flat, "L1 to L0B rate": (2.0, 0.5)}) == pytest.approx(alone)
+
+
+def test_recorded_interval_needs_both_records(tmp_path) -> None:
+    assert sensitivity.recorded_interval("P1", 1.0, tmp_path) is None
+
+
+def test_sensitivity_changes_one_constant_and_leaves_the_shipped_ones() -> None:
+    for label, (path, factors) in sensitivity.UNCERTAIN.items():
+        before = calibration._value(path, default_constants())
+        assert calibration._value(path, sensitivity.changed(path, factors[1])) == pytest.approx(before * factors[1]), (
+            label
+        )
+        assert calibration._value(path, default_constants()) == before
+    assert set(sensitivity.UNCONSTRAINED) <= set(sensitivity.UNCERTAIN)
+
+
+def test_hbm_shares_can_be_given_by_kernel() -> None:
+    """A few heads stay in L2; with the shares of a full run they cost what they do there."""
+    import torch
+
+    from harness.textbook import textbook_fwd
+
+    x = torch.empty(1, 40, 512, 64, dtype=torch.float16)
+
+    def call() -> None:
+        textbook_fwd(x, x, x, False, 0.5)
+
+    slow = copy_with_hbm(60.0)
+    none = sensitivity.predicted(call, slow, {"textbook_fwd_kernel": {}})
+    every = sensitivity.predicted(call, slow, {"textbook_fwd_kernel": {str(i): 1.0 for i in range(40)}})
+    assert every > 1.2 * none
+
+
+def copy_with_hbm(rate: float) -> dict:
+    path = ("shared", "hbm_bytes_per_cycle")
+    return sensitivity.changed(path, rate / calibration._value(path, default_constants()))
