@@ -69,7 +69,7 @@ trace: ## Perfetto trace and picture of a case; SUITE=forward|backward CASE=P1
 	$(PY) -m harness.virtual_npu.trace --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
 
 profile: ## predicted cycles of a case by source line; SUITE and CASE as for trace
-	$(PY) -m harness.virtual_npu.trace --profile --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
+	$(PY) -m harness.virtual_npu.profile --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
 
 mutation: ## does every deleted synchronisation get noticed? writes results/mutation.json
 	$(PY) -m harness.virtual_npu.surveys $(ARGS)

@@ -29,7 +29,7 @@ def test_published_times_are_predicted() -> None:
 
 def test_a_shrunken_run_scales_to_the_full_one() -> None:
     row = min(calibration.published(), key=lambda row: row.ms)
-    assert calibration.predict(row, z=8) == pytest.approx(calibration.predict(row), rel=0.005)
+    assert calibration.predict(row, z=8) == pytest.approx(calibration.predict(row), rel=0.02)
 
 
 def test_fitted_constants_exist_and_start_inside_their_ranges() -> None:

@@ -95,7 +95,7 @@ def published() -> list[Row]:
 
 def predict(row: Row, constants: Mapping[str, Any] | None = None, *, z: int | None = None) -> float:
     """Predicted ms of a row. With a smaller z fewer heads run and the time is scaled by the
-    tiles of the busiest program (within 0.3 % of the full run; what L2 holds is kept)."""
+    tiles of the busiest program (within 2 % of the full run; what L2 holds is kept)."""
     from ..textbook import textbook_fwd
 
     heads = z or row.z
