@@ -120,8 +120,8 @@ def attention_bwd_kernel_dkdv(
 
 @triton.jit
 def _attention_bwd_inner_dq(
-    b_dq, p_q, p_do, k_head, v_head, b_lse, b_delta, stride_kn, stride_vn, o_m, scale, low, high, N,
-    MASK: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    b_dq, p_q, p_do, k_head, v_head, b_lse, b_delta, stride_kn, stride_vn, o_m, scale, low, high, N, VALID,
+    MASK_CAUSAL: tl.constexpr, MASK_TAIL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A query tile against the keys from `low` to `high`."""
     for n in range(low, high, BN):
@@ -129,9 +129,13 @@ def _attention_bwd_inner_dq(
         p_v = tl.make_block_ptr(v_head, (N, D), (stride_vn, 1), (n, 0), (BN, D), (1, 0))
         b_s = tl.dot(tl.load(p_q), tl.trans(tl.load(p_k))) * scale  # [BM, BN]
         b_p = tl.exp(b_s - b_lse[:, None])
-        if MASK:
+        if MASK_CAUSAL or MASK_TAIL:
             o_n = (n + tl.arange(0, BN)).to(tl.float32)
-            b_p = tl.where(o_m[:, None] >= o_n[None, :], b_p, 0.0)
+            if MASK_CAUSAL:
+                b_p = tl.where(o_m[:, None] >= o_n[None, :], b_p, 0.0)
+            else:
+                # Of a key of padding exp(0 - lse) may overflow, and infinity times its zeros is NaN.
+                b_p = tl.where(o_n[None, :] < VALID, b_p, 0.0)
         b_dp = tl.dot(tl.load(p_do), tl.trans(tl.load(p_v)))  # [BM, BN]
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_k = tl.load(p_k)  # [BN, D]
@@ -144,10 +148,13 @@ def attention_bwd_kernel_dq(
     q, k, v, dout, lse, delta, dq,
     stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_dz, stride_dh, stride_dn,
-    scale, Z, H, N,
-    CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    scale, Z, H, N, VALID,
+    CAUSAL: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """dq, one query tile at a time; dq is contiguous; BM and BN divide N."""
+    """dq, one query tile at a time; dq is contiguous; BM and BN divide N.
+
+    TAIL: the keys from VALID to N are padding (causal rows never see them).
+    """
     heads = Z * H
     for t in range(tl.program_id(0), N // BM * heads, tl.num_programs(0)):
         i_m = t // heads
@@ -167,15 +174,20 @@ def attention_bwd_kernel_dq(
         b_lse = tl.load(p_lse)  # [BM]
         b_delta = tl.load(p_delta)  # [BM]
         b_dq = tl.zeros([BM, D], tl.float32)
-        middle = i_m * BM // BN * BN if CAUSAL else N
-        b_dq = _attention_bwd_inner_dq(
-            b_dq, p_q, p_do, k_head, v_head, b_lse, b_delta, stride_kn, stride_vn, o_m, scale, 0, middle, N,
-            False, BN, D,
-        )  # fmt: skip
         if CAUSAL:
+            middle = i_m * BM // BN * BN
+            end = (i_m + 1) * BM
+        else:
+            middle = VALID // BN * BN
+            end = VALID
+        b_dq = _attention_bwd_inner_dq(
+            b_dq, p_q, p_do, k_head, v_head, b_lse, b_delta, stride_kn, stride_vn, o_m, scale, 0, middle, N, VALID,
+            False, False, BN, D,
+        )  # fmt: skip
+        if CAUSAL or TAIL:
             b_dq = _attention_bwd_inner_dq(
                 b_dq, p_q, p_do, k_head, v_head, b_lse, b_delta, stride_kn, stride_vn, o_m, scale,
-                middle, (i_m + 1) * BM, N, True, BN, D,
+                middle, end, N, VALID, CAUSAL, TAIL, BN, D,
             )  # fmt: skip
         tl.store(p_dq, (b_dq * scale).to(dq.type.element_ty))
 
@@ -239,10 +251,15 @@ def _check_options(causal: bool, sm_scale: float | None) -> None:
         raise ValueError(f"sm_scale must be finite, got {sm_scale}")
 
 
+# bishengir 1.2.0 cuts vector loops in two and then fails to split them over the two vector
+# cores: every store lands under a sub-block-0 guard and the second core repeats the first one's
+# work. One loop keeps the split. 1.1.0 compiles to the same either way.
+_OPTIONS = {"tile_mix_vector_loop": 1}
+
 # (BM, BN) of the dk/dv kernel and of the dq kernel, by head dimension: of the tiles that fit
 # on chip with both vector cores at work, the fastest on the virtual NPU.
-_TILES_DKDV = {16: (64, 128), 32: (64, 128), 64: (64, 128), 128: (128, 64), 256: (128, 32)}
-_TILES_DQ = {16: (128, 64), 32: (128, 64), 64: (128, 64), 128: (128, 64), 256: (64, 128)}
+_TILES_DKDV = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (128, 64), 256: (128, 32)}
+_TILES_DQ = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (128, 128), 256: (64, 128)}
 
 
 def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -286,7 +303,7 @@ def attention_bwd(dout, q, k, v, out, lse, causal=False, sm_scale=None):
     q, k, v, out, dout = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, out, dout))
     lse = lse.contiguous()
     if padded != n:
-        # Rows of zeros add nothing: their dout is 0, and keys of zeros add nothing to dq.
+        # Rows of zeros add nothing: their dout is 0. The dq kernel masks keys of padding.
         q, k, v, out, dout = (torch.nn.functional.pad(x, (0, 0, 0, padded - n)) for x in (q, k, v, out, dout))
         lse = torch.nn.functional.pad(lse, (0, padded - n))
     cores, vector_cores = _device_counts()
@@ -299,11 +316,11 @@ def attention_bwd(dout, q, k, v, out, lse, causal=False, sm_scale=None):
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     attention_bwd_kernel_dkdv[(min(cores, padded // dkdv_n * z * h),)](
         q, k, v, dout, lse, delta, dk, dv, *strides, scale, z, h, padded,
-        CAUSAL=causal, BM=dkdv_m, BN=dkdv_n, D=d,
+        CAUSAL=causal, BM=dkdv_m, BN=dkdv_n, D=d, **_OPTIONS,
     )  # fmt: skip
     attention_bwd_kernel_dq[(min(cores, padded // dq_m * z * h),)](
-        q, k, v, dout, lse, delta, dq, *strides, scale, z, h, padded,
-        CAUSAL=causal, BM=dq_m, BN=dq_n, D=d,
+        q, k, v, dout, lse, delta, dq, *strides, scale, z, h, padded, n,
+        CAUSAL=causal, TAIL=padded != n, BM=dq_m, BN=dq_n, D=d, **_OPTIONS,
     )  # fmt: skip
     if padded != n:
         dq, dk, dv = (x[:, :, :n].contiguous() for x in (dq, dk, dv))
