@@ -812,7 +812,8 @@ class FootprintLowering(CountingLowering):
 
     def _for(self, op: Op, indent: int) -> None:
         body = op.regions[0]
-        if any(inner.regions for inner in body.ops):
+        # A loop that touches nothing may count the trips of a later one: it runs whole.
+        if any(inner.regions for inner in body.ops) or not any(inner.name in _GM_SIDE for inner in body.ops):
             TimingLowering._for(self, op, indent)
             return
         lower, upper, step = (self.ref(operand) for operand in op.operands[:3])
