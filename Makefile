@@ -14,7 +14,7 @@ SECOND_DIR := .toolchain/bishengir-$(SECOND)
 SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check score test check-full report bench calibrate trace profile mutation sensitivity lint clean
+.PHONY: help setup check score test check-full report bench calibrate trace profile mutation schedules sensitivity lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,19 +63,22 @@ bench: ## host time of the toolchain and of the virtual NPU
 	$(PY) -m pytest -o addopts= -W error -p no:cacheprovider --benchmark-only tests/bench_virtual_npu.py $(ARGS)
 
 calibrate: ## the virtual NPU's times beside published ones of a 910B3; writes results/calibration.json
-	$(PY) -m harness.virtual_npu.calibration $(ARGS)
+	$(PY) -m harness.studies.calibration $(ARGS)
 
 trace: ## Perfetto trace and picture of a case; SUITE=forward|backward CASE=P1
-	$(PY) -m harness.virtual_npu.trace --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
+	$(PY) -m harness.studies.trace --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
 
 profile: ## predicted cycles of a case by source line; SUITE and CASE as for trace
-	$(PY) -m harness.virtual_npu.profile --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
+	$(PY) -m harness.studies.profile --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
 
 mutation: ## does every deleted synchronisation get noticed? writes results/mutation.json
-	$(PY) -m harness.virtual_npu.surveys $(ARGS)
+	$(PY) -m harness.studies.surveys $(ARGS)
+
+schedules: ## no hazard under four schedules, both compilers, all official configurations? writes results/schedules.json
+	$(PY) -m harness.studies.schedules $(ARGS)
 
 sensitivity: ## what the predicted times hang on
-	$(PY) -m harness.virtual_npu.sensitivity $(ARGS)
+	$(PY) -m harness.studies.sensitivity $(ARGS)
 
 lint: ## ruff and mypy
 	$(PY) -m ruff check .

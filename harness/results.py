@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import enum
+import json
+import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from .configs import Case
 
@@ -61,3 +66,18 @@ class CaseResult:
         if self.status is not Status.PASSED or not self.ms or not self.baseline_ms:
             return None
         return self.baseline_ms / self.ms
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON so that the file is always whole, also when interrupted."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(content, file, indent=1, allow_nan=False)
+            file.write("\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

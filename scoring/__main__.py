@@ -12,10 +12,10 @@ import torch
 from harness import devices
 from harness.configs import SUITES, Case, select
 from harness.evaluator import MODES, Evaluator, Settings, evaluate
-from harness.results import CaseResult, Status
+from harness.results import CaseResult, Status, write_json
 from harness.virtual_npu import CONTEST_RELEASE, RELEASES
 
-from .report import Reporter, document, make_console, print_report, write_json
+from .report import Reporter, document, make_console, print_report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCORE_JSON = REPOSITORY / "results" / "score.json"

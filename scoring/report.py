@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -98,21 +94,6 @@ def _row(result: CaseResult) -> dict[str, Any]:
         "max_abs_error": result.max_abs_error,
         "rms_error": result.rms_error,
     }
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that the file is always whole, also when interrupted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _number(value: float | None, digits: int = 3) -> str:

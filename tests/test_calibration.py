@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from harness.virtual_npu import calibration, sensitivity
+from harness.studies import calibration, sensitivity
 from harness.virtual_npu.costs import default_constants
 
 

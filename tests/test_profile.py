@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from harness.virtual_npu import profile
+from harness.studies import profile
 from harness.virtual_npu.hivm import Op
 
 from .test_trace import handover, matmul, traced

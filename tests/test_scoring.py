@@ -12,7 +12,7 @@ from rich.console import Console
 
 from harness.configs import cases
 from harness.evaluator import PUBLISHED, TEXTBOOK
-from harness.results import CaseResult, Status
+from harness.results import CaseResult, Status, write_json
 from scoring import markdown, report
 from scoring.__main__ import main
 from scoring.rules import Entry, correctness_points, geomean_speedup, performance_points, suite_score
@@ -144,9 +144,9 @@ def test_a_red_check_has_no_speedup() -> None:
 
 def test_json_is_whole_or_not_there(tmp_path) -> None:
     path = tmp_path / "results" / "score.json"
-    report.write_json(path, {"a": 1})
+    write_json(path, {"a": 1})
     with pytest.raises(ValueError, match="not JSON compliant"):
-        report.write_json(path, {"a": math.nan})
+        write_json(path, {"a": math.nan})
     assert json.loads(path.read_text()) == {"a": 1}
     assert os.listdir(path.parent) == ["score.json"]
 

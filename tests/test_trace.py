@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from harness import virtual_npu
-from harness.virtual_npu import trace
+from harness.studies import trace
 from harness.virtual_npu.costs import default_constants
 from harness.virtual_npu.timing import Timed
 

@@ -1,4 +1,4 @@
-"""`python -m harness.virtual_npu.sensitivity`: what predicted times hang on.
+"""`python -m harness.studies.sensitivity`: what predicted times hang on.
 
 Halves and doubles each uncertain constant of the cost model and predicts the six official
 forward cases and the six backward configurations (fp16) again, with fewer heads. What comes
@@ -23,9 +23,10 @@ from rich.progress import track
 from rich.table import Table
 
 from ..configs import Case, cases
+from ..results import write_json
+from ..virtual_npu.costs import default_constants
+from ..virtual_npu.driver import run
 from .calibration import interval as calibration_interval
-from .costs import default_constants
-from .driver import run
 from .trace import case_call
 
 # Each with its factors; for the MTE1 rates the other published values instead.
@@ -158,10 +159,7 @@ def main() -> None:
         "factors": {k: v[1] for k, v in UNCERTAIN.items()},
         "rows": rows,
     }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    partial = arguments.json.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(arguments.json)
+    write_json(arguments.json, result)
     print(f"wrote {arguments.json}")
 
 

@@ -1,6 +1,6 @@
 """How far predicted times can be trusted: the published 910B3 times, predicted.
 
-`python -m harness.virtual_npu.calibration` predicts every published time of the textbook
+`python -m harness.studies.calibration` predicts every published time of the textbook
 kernel (measurements.csv, source A) with the project's own textbook kernel at the published
 tile sizes, tile order and place of the accumulator, and writes results/calibration.json.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,8 +28,9 @@ from rich.table import Table
 from scipy.optimize import lsq_linear
 from scipy.stats import spearmanr
 
-from .costs import default_constants
-from .driver import run
+from ..results import write_json
+from ..virtual_npu.costs import default_constants
+from ..virtual_npu.driver import run
 
 MEASUREMENTS = Path(__file__).with_name("measurements.csv")
 SM_SCALE = 0.5  # of the published runs
@@ -251,10 +251,7 @@ def main() -> None:
     if any(not math.isfinite(row["ratio"]) for row in result["rows"]):
         raise SystemExit("a prediction is not finite")
     show(result, Console())
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    partial = arguments.json.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(arguments.json)
+    write_json(arguments.json, result)
     print(f"wrote {arguments.json}")
 
 

@@ -1,4 +1,4 @@
-"""`python -m harness.virtual_npu.schedules`: every official configuration under four schedules.
+"""`python -m harness.studies.schedules`: every official configuration under four schedules.
 
 Each distinct configuration (length, head dimension, mask, dtype) runs with one head on two
 cores, hazards checked, on each compiler and under each schedule: by estimated time, cube
@@ -9,7 +9,6 @@ schedules. Writes results/schedules.json.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,9 +17,10 @@ from pathlib import Path
 import torch
 
 from ..configs import Case, cases, input_rule
-from .driver import run
-from .errors import VirtualNPUError
-from .toolchain import available_releases
+from ..results import write_json
+from ..virtual_npu.driver import run
+from ..virtual_npu.errors import VirtualNPUError
+from ..virtual_npu.toolchain import available_releases
 
 SCHEDULES = ("timed", "cube-first", "vector-first", "jitter-1")
 HEADS = 1
@@ -97,10 +97,7 @@ def main() -> None:
     rows.sort(key=lambda row: (row["suite"], row["case"], row["release"]))
     faults = sum(bool(row["fault"]) for row in rows)
     print(f"{len(rows)} configurations times {len(SCHEDULES)} schedules: {faults} with a fault")
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    partial = arguments.json.with_suffix(".partial")
-    partial.write_text(json.dumps({"schedules": SCHEDULES, "rows": rows}, indent=1) + "\n")
-    partial.replace(arguments.json)
+    write_json(arguments.json, {"schedules": SCHEDULES, "rows": rows})
     print(f"wrote {arguments.json}")
     if faults:
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""`python -m harness.virtual_npu.surveys`: the mutation test of the shipped kernels.
+"""`python -m harness.studies.surveys`: the mutation test of the shipped kernels.
 
 For the forward (both paths), the backward and the textbook kernels, on a small shape in
 which each program steps over several heads, every synchronisation of the compiled program
@@ -9,7 +9,6 @@ many noticed, and each that was not with the argument why it is redundant.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from typing import Any
 
 import torch
 
-from .driver import run
-from .mutation import NOT_REACHED, survey
+from ..results import write_json
+from ..virtual_npu.driver import run
+from ..virtual_npu.mutation import NOT_REACHED, survey
 
 SCALE = 0.5
 CORES = 2
@@ -120,10 +120,7 @@ def main() -> None:
         for item in row["argued"]:
             print(f"  not noticed, {kernel}: {item['core']} {item['op']} ({item['detail']}): {item['argument']}")
     result = {"release": arguments.release, "deleted": deleted, "noticed": noticed, "kernels": kernels}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    partial = arguments.json.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(arguments.json)
+    write_json(arguments.json, result)
     print(f"wrote {arguments.json}")
     if noticed < 0.97 * deleted:
         sys.exit("less than 97 % of the deletions were noticed")

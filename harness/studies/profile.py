@@ -1,4 +1,4 @@
-"""`python -m harness.virtual_npu.profile`: where a predicted launch spends its time, by line.
+"""`python -m harness.studies.profile`: where a predicted launch spends its time, by line.
 
 For each line of the Python kernel: cycles on each pipe of the cube core and of the first
 vector core (the second one does the same work on other rows), bytes by level of memory, and
@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..configs import select
-from .driver import KernelRun, run
-from .hivm import Op
-from .program import Program
-from .timing import PROFILER_NAMES, Timed
+from ..virtual_npu.driver import KernelRun, run
+from ..virtual_npu.hivm import Op
+from ..virtual_npu.program import Program
+from ..virtual_npu.timing import PROFILER_NAMES, Timed
 
 LEVELS = ("L1 to L0", "GM read", "of it HBM", "GM write")
 HEADS = 40  # of the traced run: two for each core

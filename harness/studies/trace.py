@@ -1,6 +1,6 @@
 """Traces of a predicted launch.
 
-    python -m harness.virtual_npu.trace --suite forward --case P1
+    python -m harness.studies.trace --suite forward --case P1
 
 The trace is Chrome's JSON format, for ui.perfetto.dev: one lane for each pipe of the cube
 core and of the two vector cores, with the names of the real profiler, waits by their cause,
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ..configs import Case, input_rule, select
-from .costs import default_constants
-from .driver import run
+from ..virtual_npu.costs import default_constants
+from ..virtual_npu.driver import run
+from ..virtual_npu.timing import Timed
 from .profile import cause, lane
-from .timing import Timed
 
 LANES = (
     "aic_scalar",
