@@ -32,7 +32,10 @@ try:  # triton-ascend 3.2.1 moved its extensions
 except ImportError:
     al = tl
 
-_sync_set, _sync_wait, _hint = al.sync_block_set, al.sync_block_wait, al.compile_hint
+_EXTENSIONS = ("sync_block_set", "sync_block_wait", "compile_hint")
+_sync_set, _sync_wait, _hint = (getattr(al, name, None) for name in _EXTENSIONS)
+# Upstream Triton, for CUDA, has none of them: there one core does all parts, in program order.
+ASCEND = tl.constexpr(_sync_set is not None)
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -141,7 +144,7 @@ def _softmax_rows(
     if MASK:
         o_m = (row + r + tl.arange(0, R)).to(tl.float32)
         b_s = tl.where(o_m[:, None] >= o_n[None, :], b_s, float("-inf"))
-    else:
+    elif ASCEND:
         _hint(b_s, "hivm.multi_buffer", 2)  # in a mixed kernel only the cube's loads are double-buffered by default
     b_m = tl.max(b_s, 1)
     # The small stores come before the large one: the next rows wait for them only.
@@ -163,6 +166,8 @@ def _merge(partial, acc, stats, running, scale, r, BM: tl.constexpr, D: tl.const
     b_f1 = tl.exp((b_m1 - b_m) * scale)
     b_o = tl.load(_tile(partial, BM, D, r, 0, RO, D))
     b_a = tl.load(_tile(acc, BM, D, r, 0, RO, D))
+    if not ASCEND:
+        tl.debug_barrier()  # the rows may be stored to by one thread before another has read its copy
     return b_a * b_f0[:, None] + b_o * b_f1[:, None], b_m, b_l0 * b_f0 + b_l1 * b_f1
 
 
@@ -242,8 +247,11 @@ def attention_fwd_kernel_pipeline(
                         b_s1 = tl.dot(b_q0, tl.trans(tl.load(p_k1)))  # [BH, BN]
                         tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
                         tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
-                _sync_set("cube", "vector", 0)
-                _sync_wait("cube", "vector", 0)
+                if ASCEND:
+                    _sync_set("cube", "vector", 0)
+                    _sync_wait("cube", "vector", 0)
+                else:
+                    tl.debug_barrier()
                 probs_slot = probs + i % 2 * BM * KG
                 stats_slot = stats + i % SLOTS * 2 * BM
                 if CAUSAL:
@@ -256,7 +264,8 @@ def attention_fwd_kernel_pipeline(
                 else:
                     for r in range(0, BM, R):
                         _softmax_rows(scores_slot, probs_slot, stats_slot, 0, scale, row, r, False, BM, KG, R)
-                _sync_set("vector", "cube", 1)
+                if ASCEND:
+                    _sync_set("vector", "cube", 1)
             if i > 0:
                 i_head0 = i_t0 // blocks
                 row0 = i_t0 % blocks * BM
@@ -265,15 +274,21 @@ def attention_fwd_kernel_pipeline(
                 lse_rows = lse + i_head0.to(tl.int64) * N + row0
                 probs_slot0 = probs + (i + 1) % 2 * BM * KG
                 partial_slot = partial + (i + 1) % 2 * BM * D
-                _sync_wait("vector", "cube", 1)
+                if ASCEND:
+                    _sync_wait("vector", "cube", 1)
+                else:
+                    tl.debug_barrier()
                 b_pv = tl.zeros([BM, D], tl.float32)
                 for n in range(0, KG, KP):
                     p_v = tl.make_block_ptr(v_head, (N, D), (stride_vn, 1), (i_g0 * KG + n, 0), (KP, D), (1, 0))
                     b_v = tl.load(p_v)  # [KP, D]
                     b_pv = tl.dot(tl.load(_tile(probs_slot0, BM, KG, 0, n, BM, KP)), b_v, b_pv)  # [BM, D]
                 tl.store(_tile(partial_slot, BM, D, 0, 0, BM, D), b_pv)
-                _sync_set("cube", "vector", 2)
-                _sync_wait("cube", "vector", 2)
+                if ASCEND:
+                    _sync_set("cube", "vector", 2)
+                    _sync_wait("cube", "vector", 2)
+                else:
+                    tl.debug_barrier()
                 stats_slot0 = stats + (i + SLOTS - 1) % SLOTS * 2 * BM
                 only = 1
                 if GROUPS:
