@@ -153,7 +153,9 @@ def large_factor(d: int) -> float:
     return float(2.0 ** round(math.log2(LARGE_STD / (rule.sm_scale * rule.std**2 * math.sqrt(d)))))
 
 
-def make_inputs(case: Case, z: int, h: int, seed: int, large: bool = False) -> dict[str, torch.Tensor]:
+def make_inputs(
+    case: Case, z: int, h: int, seed: int, large: bool = False, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """Inputs of a case for z times h of its heads.
 
     Args:
@@ -162,9 +164,10 @@ def make_inputs(case: Case, z: int, h: int, seed: int, large: bool = False) -> d
         seed: see `seed_for`.
         large: multiply the last rows of q in the last head, so that a softmax without a
             running maximum overflows there, as real inputs would make it.
+        device: where to make them; each kind of device draws its own numbers from a seed.
 
     Returns:
-        q, k, v, and dout in the backward suite: [z, h, n, d] in the case's dtype, on the CPU.
+        q, k, v, and dout in the backward suite: [z, h, n, d] in the case's dtype, on `device`.
 
     Raises:
         ValueError: z or h outside of 1 to the case's own.
@@ -173,12 +176,12 @@ def make_inputs(case: Case, z: int, h: int, seed: int, large: bool = False) -> d
         if not 1 <= value <= limit:
             raise ValueError(f"{name} must be 1 to {limit} for {case}, got {value}")
     rule = input_rule()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     names = ["q", "k", "v"] + (["dout"] if case.suite == "backward" else [])
     inputs = {}
     for name in names:
         mean, std = (0.0, rule.dout_std) if name == "dout" else (rule.mean, rule.std)
-        drawn = torch.empty(z, h, case.n, case.d).normal_(mean, std, generator=generator)
+        drawn = torch.empty(z, h, case.n, case.d, device=device).normal_(mean, std, generator=generator)
         if large and name == "q":
             drawn[-1, -1, -LARGE_ROWS:] *= large_factor(case.d)
         inputs[name] = drawn.to(case.torch_dtype)

@@ -47,8 +47,8 @@ def _mask(scores: torch.Tensor, rows: slice, causal: bool) -> torch.Tensor:
     """Minus infinity above the diagonal. scores: [rows, keys]."""
     if not causal:
         return scores
-    row = torch.arange(rows.start, rows.stop).unsqueeze(1)
-    return scores.masked_fill_(torch.arange(scores.shape[1]) > row, -torch.inf)
+    row = torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(1)
+    return scores.masked_fill_(torch.arange(scores.shape[1], device=scores.device) > row, -torch.inf)
 
 
 def reference_fwd(
@@ -62,7 +62,7 @@ def reference_fwd(
     """softmax(q kᵀ sm_scale) v and the log of the softmax denominators.
 
     Args:
-        q, k, v: [Z, H, N, D], any floating dtype, CPU.
+        q, k, v: [Z, H, N, D], any floating dtype, on one device.
         causal: row i sees keys 0 to i.
         sm_scale: factor of the scores; default 1/sqrt(D).
         dtype: of the computation and of the results.
@@ -75,8 +75,8 @@ def reference_fwd(
     """
     sm_scale = _check({"q": q, "k": k, "v": v}, sm_scale)
     n = q.shape[2]
-    out = torch.empty(q.shape, dtype=dtype)
-    lse = torch.empty(q.shape[:3], dtype=dtype)
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
     b_q, b_k, b_v = _heads(q, k, v)
     b_out, b_lse = _heads(out, lse)
     for head, rows in _row_blocks(len(b_q), n):
@@ -102,7 +102,7 @@ def reference_bwd(
     """Gradients of attention for the output gradient `dout`.
 
     Args:
-        dout, q, k, v: [Z, H, N, D], any floating dtype, CPU.
+        dout, q, k, v: [Z, H, N, D], any floating dtype, on one device.
         causal, sm_scale, dtype: as for `reference_fwd`.
         out: the forward's output as the backward gets it, [Z, H, N, D], rounded to the inputs'
             dtype; the gradients are exact for that. Default: the exact output, which gives what
@@ -119,7 +119,7 @@ def reference_bwd(
     n = q.shape[2]
     exact, lse = reference_fwd(q, k, v, causal, sm_scale, dtype)
     out = exact if out is None else out
-    grads = [torch.zeros(q.shape, dtype=dtype) for _ in range(3)]
+    grads = [torch.zeros(q.shape, dtype=dtype, device=q.device) for _ in range(3)]
     b_dq, b_dk, b_dv = _heads(*grads)
     b_dout, b_q, b_k, b_v, b_out, b_lse = _heads(dout, q, k, v, out, lse)
     for head, rows in _row_blocks(len(b_q), n):
@@ -174,7 +174,7 @@ def same_precision_bwd(
     """
     sm_scale = _check({"q": q, "k": k, "v": v, "dout": dout}, sm_scale)
     n = q.shape[2]
-    grads = [torch.zeros(q.shape) for _ in range(3)]
+    grads = [torch.zeros(q.shape, device=q.device) for _ in range(3)]
     b_dq, b_dk, b_dv = _heads(*grads)
     b_dout, b_q, b_k, b_v = _heads(dout, q, k, v)
     for head, rows in _row_blocks(len(b_q), n):
