@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,16 +10,19 @@ import torch
 import triton.language as tl
 
 from harness import virtual_npu
+from harness.results import write_json
+from harness.studies import surveys
 from harness.virtual_npu import mutation, redundancy
 from harness.virtual_npu.hazards import INDEX, Region
 from harness.virtual_npu.hivm import Function, Op
 from harness.virtual_npu.hivm import Region as Body
 from harness.virtual_npu.launch import Launch
-from harness.virtual_npu.redundancy import Flag, Log, Touch
+from harness.virtual_npu.redundancy import Cross, Flag, Log, Mark, Touch
 
 from . import kernels
 
-V, MTE3 = INDEX["V"], INDEX["MTE3"]
+VECTOR, CUBE = "vector core 0", "cube core"
+V, MTE3 = (VECTOR, INDEX["V"]), (VECTOR, INDEX["MTE3"])
 
 
 def captured(launch) -> Launch:
@@ -49,7 +53,7 @@ def handover(rng) -> Launch:
 
 
 def check(launch: Launch) -> list[mutation.Outcome]:
-    outcomes = mutation.survey(launch)
+    outcomes = mutation.survey([launch])
     assert len(outcomes) == len(mutation.syncs(launch.program)) > 10
     for outcome in outcomes:
         assert outcome.noticed or outcome.proven, outcome
@@ -71,7 +75,7 @@ def test_every_deleted_handover_is_noticed(handover) -> None:
 def test_a_survey_leaves_program_and_memory_as_they_were(handover) -> None:
     ops = [op.number for _, op in mutation.syncs(handover.program)]
     before = handover.again(handover.program)
-    mutation.survey(handover)
+    mutation.survey([handover])
     assert [op.number for _, op in mutation.syncs(handover.program)] == ops
     assert handover.again(handover.program) == before
 
@@ -98,7 +102,7 @@ def test_a_mutant_that_does_not_end_counts_as_noticed(matmul, monkeypatch) -> No
     some = mutation.mutants(matmul.program)
     one = next(some)
     monkeypatch.setattr(mutation, "mutants", lambda program: iter([one]))
-    (outcome,) = mutation.survey(matmul, seconds=0.2)
+    (outcome,) = mutation.survey([matmul], seconds=0.2)
     some.close()
     assert outcome.noticed
     assert outcome.error == "TimeoutError: not at its end after 0.2 s"
@@ -106,37 +110,39 @@ def test_a_mutant_that_does_not_end_counts_as_noticed(matmul, monkeypatch) -> No
 
 # The log search, on logs written by hand.
 
-BARRIER, OTHER = 1, 2
+BARRIER, OTHER = Mark(VECTOR, 1), Mark(VECTOR, 2)
+numbers = itertools.count()
 
 
-def touch(low: int, high: int, *, write: bool, queue: int = V) -> Touch:
-    return Touch(queue, 0, _op(9), 0, Region(low, high, (low, high - low, ())), write)
+def touch(low: int, high: int, *, write: bool, place: tuple[str, int] = V) -> Touch:
+    return Touch(place, next(numbers), _op(9), 0, Region(low, high, (low, high - low, ())), write)
 
 
 def _op(number: int, pipe: str = "PIPE_V") -> Op:
     return Op("hivm.hir.pipe_barrier", [], [], {"pipe": pipe}, [], "k.py:1", number)
 
 
-def argument(entries: list[Touch | Flag | int], pipe: str = "PIPE_V") -> str | None:
-    ops = [_op(BARRIER, pipe), _op(OTHER)]
+def argument(entries: list[Touch | Flag | Cross | Mark], pipe: str = "PIPE_V") -> str | None:
+    ops = [_op(BARRIER.number, pipe), _op(OTHER.number)]
     function = Function("f", "AIV", False, [], [], Body([], ops))
-    return redundancy.argument([Log("AIV", entries)], {"AIV": function}, "AIV", ops[0])
+    return redundancy.argument([Log(entries)], {"AIV": function}, ops[0])
 
 
 W, R = touch(0, 64, write=True), touch(32, 96, write=False)
 
 
-def test_a_barrier_between_a_write_and_a_read_is_needed() -> None:
-    assert argument([W, BARRIER, R]) is None
+@pytest.mark.parametrize("pair", [(W, R), (R, W), (W, touch(0, 32, write=True))])
+def test_a_barrier_between_accesses_that_conflict_is_needed(pair) -> None:
+    assert argument([pair[0], BARRIER, pair[1]]) is None
+
+
+def test_two_reads_need_no_barrier() -> None:
+    assert argument([R, BARRIER, touch(32, 96, write=False)]) is not None
 
 
 def test_a_barrier_between_disjoint_bytes_is_redundant() -> None:
     text = argument([W, BARRIER, touch(64, 96, write=False)])
-    assert text is not None and "ran 1 times; of 1 pairs" in text and "none share bytes" in text
-
-
-def test_a_read_before_a_write_needs_no_barrier() -> None:
-    assert argument([R, BARRIER, W]) is not None
+    assert text is not None and "ran 1 times; of 1 pairs" in text and "none conflict" in text
 
 
 def test_another_barrier_in_between_is_enough() -> None:
@@ -148,15 +154,17 @@ def test_a_pair_over_several_executions_counts() -> None:
     assert argument([W, BARRIER, touch(128, 160, write=True), BARRIER, R]) is None
 
 
-def test_what_other_pipes_touch_is_not_its_business() -> None:
-    assert argument([W, BARRIER, touch(0, 64, write=False, queue=MTE3)]) is not None
+def test_what_other_pipes_and_cores_touch_is_not_its_business() -> None:
+    assert argument([W, BARRIER, touch(0, 64, write=False, place=MTE3)]) is not None
+    assert argument([W, BARRIER, touch(0, 64, write=False, place=("vector core 1", V[1]))]) is not None
+    assert argument([W, BARRIER, Mark("vector core 1", OTHER.number), R]) is None
 
 
 def test_a_round_trip_of_flags_orders_a_pair() -> None:
     out = [Flag(V, 0, set=True), Flag(MTE3, 0, set=False)]
     back = [Flag(MTE3, 1, set=True), Flag(V, 1, set=False)]
     text = argument([W, BARRIER, *out, *back, R])
-    assert text is not None and "1 share bytes, each ordered by flags" in text
+    assert text is not None and "1 conflict, each ordered by flags" in text
     assert argument([W, BARRIER, *out, R]) is None
     assert argument([*out, W, BARRIER, *back, R]) is None  # set before the write: carries nothing
 
@@ -168,6 +176,19 @@ def test_a_wait_takes_the_oldest_set() -> None:
     assert argument([*early, *back, R]) is None
 
 
+def test_a_round_trip_through_the_cube_core_orders_a_pair() -> None:
+    """Vector barriers before a rescale of the accumulator had no argument: the product that
+    they precede waits for the cube, which waited for the vector core's probabilities."""
+    scalar = INDEX["S"]
+    out = [Cross(V, (1,), set=True), Cross((CUBE, scalar), (1,), set=False)]
+    back = [Cross((CUBE, INDEX["FIX"]), (2,), set=True), Cross((VECTOR, scalar), (2,), set=False)]
+    assert argument([W, BARRIER, *out, *back, R]) is not None
+    assert argument([W, BARRIER, *back, R]) is None
+    assert argument([W, BARRIER, Cross(MTE3, (1,), set=True), *out[1:], *back, R]) is None
+    other = [Cross((CUBE, INDEX["FIX"]), (2,), set=True), Cross(("vector core 1", scalar), (2,), set=False)]
+    assert argument([W, BARRIER, *out, *other, R]) is None
+
+
 def test_the_last_barrier_of_all_pipes() -> None:
     assert argument([W, BARRIER], "PIPE_ALL") is not None
     assert argument([W, BARRIER, touch(512, 544, write=False)], "PIPE_ALL") is None
@@ -175,4 +196,47 @@ def test_the_last_barrier_of_all_pipes() -> None:
 
 def test_only_barriers_are_argued_about() -> None:
     flag = Op("hivm.hir.set_flag", [], [], {}, [], "k.py:1", 7)
-    assert redundancy.argument([], {}, "AIV", flag) is None
+    assert redundancy.argument([], {}, flag) is None
+
+
+# The survey's records.
+
+
+def test_a_deletion_counts_as_noticed_if_one_launch_notices_it(rng) -> None:
+    """A loop that one shape never enters says nothing there; another shape runs it."""
+    a, b = torch.randn(64, 512, generator=rng).half(), torch.randn(512, 64, generator=rng).half()
+    out = torch.empty(64, 64, dtype=torch.float16)
+
+    def launch(m: int) -> Launch:
+        return captured(lambda: kernels.matmul_kernel[(1,)](a, b, out, m, 64, 512, 32, 32, 64, tl.float16))
+
+    short, long = launch(0), launch(64)
+    assert short.program.key == long.program.key
+    alone = sum(outcome.noticed for outcome in mutation.survey([short]))
+    assert sum(outcome.noticed for outcome in mutation.survey([short, long])) > alone
+
+
+def test_launches_of_different_programs_are_refused(matmul, handover) -> None:
+    with pytest.raises(ValueError, match="launches must be some of one program, got 2"):
+        mutation.survey([matmul, handover])
+
+
+def _row(deleted: int, noticed: int, proven: int) -> dict[str, Any]:
+    return {"deleted": deleted, "noticed": noticed, "proven": proven, "not_reached": 0, "argued": []}
+
+
+def test_both_shares_are_stated() -> None:
+    subjects = {"textbook": {"sources": "x", "kernels": {"textbook: a": _row(10, 7, 3), "textbook: b": _row(10, 9, 0)}}}
+    result = surveys.result_of("1.1.0", subjects)
+    assert result["share"] == 0.8 and result["share_of_needed"] == 0.9412
+    assert result["groups"]["textbook"]["deleted"] == 20
+    assert result["groups"]["forward"]["share"] is None
+
+
+def test_a_survey_of_other_sources_is_repeated(tmp_path) -> None:
+    path = tmp_path / "mutation.json"
+    assert surveys._earlier(path, "1.1.0", "x") == {}
+    subjects = {name: {"sources": mark, "kernels": {}} for name, mark in (("textbook", "x"), ("backward", "y"))}
+    write_json(path, surveys.result_of("1.1.0", subjects))
+    assert list(surveys._earlier(path, "1.1.0", "x")) == ["textbook"]
+    assert surveys._earlier(path, "1.2.0", "x") == {}

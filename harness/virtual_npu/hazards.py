@@ -5,10 +5,11 @@ is known only from flags, barriers and cross-core flags. Each pipe therefore kee
 every other pipe of its AI core, up to which instruction that pipe is known to be done (a
 vector clock). Two accesses to common bytes, one of them a write, must be ordered by it.
 
-On one pipe, in order, a later write never overtakes an earlier read; a read after a write
-and a write after a write need a barrier, as the compiler inserts them. Accumulation in L0C
-by successive matrix instructions is ordered by the hardware (lib/Template, LocalMmad.cpp
-places a barrier only for small products). Programs of different blocks are never ordered.
+On one pipe too, a pair needs a barrier, be it a read after a write, a write after a write or
+a write after a read: bishengir inserts one for each of the three (AscendNPU-IR,
+InjectSync/SyncAnalysis.cpp, IsMemInfoHasDependency), except on the scalar unit and the
+matrix unit (IsNoNeedToInsertSync: lib/Template's LocalMmad.cpp places its own barrier, only
+for small products). Programs of different blocks are never ordered.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from .ops_cube import L0_BYTES, k_parts
 QUEUES = len(PIPES)
 INDEX = {pipe: number for number, pipe in enumerate(PIPES)}
 PAGE = 1 << 14  # bytes; regions of a large memory are found by page
-ORDERED_WRITES = (INDEX["M"],)  # pipes on which writes to the same bytes stay in order
+_NOTHING: dict[int, Any] = {}
+ORDERED = (INDEX["M"], INDEX["S"])  # pipes whose own accesses to the same bytes stay in order
 
 
 @dataclass(eq=False)
@@ -224,47 +226,42 @@ class Tracker:
         """An instruction on a pipe reads and writes these views."""
         queue = INDEX[pipe]
         self.count[queue] += 1
-        for view in reads:
-            if 0 not in view.shape:
-                self._touch(view.memory, *region_key(view), queue, op, write=False)
-        for view in writes:
-            if 0 not in view.shape:
-                self._touch(view.memory, *region_key(view), queue, op, write=True)
+        # All of it is compared before any of it is noted: an instruction that reads and writes
+        # the same bytes must not hide an earlier read of them behind its own.
+        touched = [
+            (view.memory, self.board.map_of(view.memory).find(*region_key(view)), write)
+            for views, write in ((reads, False), (writes, True))
+            for view in views
+            if 0 not in view.shape
+        ]
+        for memory, region, write in touched:
+            self._check(memory, region, queue, op, write)
+        for memory, region, write in touched:
+            self._note(memory, region, queue, op, write)
 
-    def _touch(
-        self, memory: Memory, low: int, high: int, key: tuple[Any, ...], queue: int, op: Op, *, write: bool
-    ) -> None:
-        board = self.board
-        region = board.map_of(memory).find(low, high, key)
+    def _note(self, memory: Memory, region: Region, queue: int, op: Op, write: bool) -> None:
+        """Remember an access."""
+        slot = self.board.block * len(self.known[queue]) + self.base + queue
+        (region.writers if write else region.readers)[slot] = (self.count[queue], op, self)
+
+    def _check(self, memory: Memory, region: Region, queue: int, op: Op, write: bool) -> None:
+        """Compare an access with earlier ones of overlapping regions."""
+        block = self.board.block
         known = self.known[queue]
         width = len(known)
-        mine = self.base + queue
+        mine = self.base + queue if queue in ORDERED else -1
         for other in region.overlaps:
-            for slot, (number, earlier, tracker) in other.writers.items():
-                block, index = divmod(slot, width)
-                if block != board.block:
-                    self._report(memory, low, high, op, queue, write, earlier, index, tracker, True, block)
-                elif index == mine:
-                    if number == self.count[queue] or (queue in ORDERED_WRITES):
+            for earlier_writes, found in ((True, other.writers), (False, other.readers if write else _NOTHING)):
+                for slot, (number, earlier, tracker) in found.items():
+                    at, index = divmod(slot, width)
+                    if at == block and (known[index] >= number or index == mine):
                         continue
-                    if known[index] < number:
-                        self._report(memory, low, high, op, queue, write, earlier, index, tracker, True, block)
-                elif known[index] < number:
-                    self._report(memory, low, high, op, queue, write, earlier, index, tracker, True, block)
-            if write:
-                for slot, (number, earlier, tracker) in other.readers.items():
-                    block, index = divmod(slot, width)
-                    if block == board.block and (index == mine or known[index] >= number):
-                        continue
-                    self._report(memory, low, high, op, queue, write, earlier, index, tracker, False, block)
-        slot = board.block * width + mine
-        (region.writers if write else region.readers)[slot] = (self.count[queue], op, self)
+                    self._report(memory, region, op, queue, write, earlier, index, tracker, earlier_writes, at)
 
     def _report(
         self,
         memory: Memory,
-        low: int,
-        high: int,
+        region: Region,
         op: Op,
         queue: int,
         write: bool,
@@ -279,8 +276,9 @@ class Tracker:
 
         where = "" if block == self.board.block else f" in block {block}"
         raise HazardError(
-            f"race on bytes {low} to {high} of {memory.name}: {op} ({self.name}, pipe {PIPES[queue]}) {doing(write)} "
-            f"them while {earlier} ({tracker.name}, pipe {PIPES[index % QUEUES]}{where}) {doing(earlier_writes)} "
+            f"race on bytes {region.low} to {region.high} of {memory.name}: "
+            f"{op} ({self.name}, pipe {PIPES[queue]}) {doing(write)} them while "
+            f"{earlier} ({tracker.name}, pipe {PIPES[index % QUEUES]}{where}) {doing(earlier_writes)} "
             f"some of them; no flag or barrier orders the two"
         )
 
@@ -303,7 +301,10 @@ class Tracker:
     def _half(self, side: str, half: int, double: bool, op: Op, queue: int, *, write: bool) -> None:
         size = L0_BYTES // 2 if double else L0_BYTES
         low = half * size
-        self._touch(self.l0[side], low, low + size, (low, size, ()), queue, op, write=write)
+        memory = self.l0[side]
+        region = self.board.map_of(memory).find(low, low + size, (low, size, ()))
+        self._check(memory, region, queue, op, write)
+        self._note(memory, region, queue, op, write)
 
     def mmad(self, op: Op, operands: tuple[Any, ...], forward: int, backward: int, back: int) -> None:
         """The matrix macro: its MTE1 loads and mads with the events inside it."""

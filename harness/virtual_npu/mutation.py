@@ -2,8 +2,9 @@
 
 For each synchronisation of the program, explicit or made by the compiler, the program is
 run without it; a deletion counts as noticed when the virtual NPU reports an error or the
-results change. What goes unnoticed is either redundant, never reached on the shape that
-ran, or a hole in the model: `redundancy` looks for evidence of the first.
+results change in one of the launches. What goes unnoticed is either redundant, never
+reached by these launches, or a hole in the model: `redundancy` looks for evidence of the
+first.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -24,7 +25,7 @@ from .values import SYNC as SYNCS
 from .values import compile_values
 
 SECONDS = 300.0  # a mutant that runs longer counts as one that does not end
-NOT_REACHED = "not reached: this op never runs on this shape"
+NOT_REACHED = "not reached: this op never runs in these launches"
 NO_EVIDENCE = (
     "no evidence of redundancy in the log of the run; the happens-before check finds every conflicting pair of "
     "accesses ordered by other synchronisations"
@@ -84,12 +85,12 @@ def syncs(program: Program) -> list[tuple[str, Op]]:
 
 
 def mutants(program: Program) -> Iterator[Mutant]:
-    """One program for each synchronisation that can be left out.
+    """One program (to run with hazards) for each synchronisation that can be left out.
 
     The mutants share the parsed module, from which the op is absent until the next one is
     asked for.
     """
-    values, hazards = program.values, program.hazards  # compiled before anything is left out
+    hazards = program.hazards  # compiled before anything is left out
     for core, op in syncs(program):
         function = program.functions[core]
         region = _region_of(function.body, op)
@@ -99,7 +100,6 @@ def mutants(program: Program) -> Iterator[Mutant]:
         try:
             mutant = Program(program.name, program.text)
             mutant.__dict__["module"] = program.module
-            mutant.__dict__["values"] = {**values, core: compile_values(function)}
             mutant.__dict__["hazards"] = {**hazards, core: compile_values(function, hazards=True)}
             yield Mutant(core, op, mutant)
         finally:
@@ -125,55 +125,80 @@ def _limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+class _Runner:
+    """Runs versions of a captured launch, each from the same memory contents."""
+
+    def __init__(self, launch: Launch, seconds: float) -> None:
+        self.launch = launch
+        self.seconds = seconds
+        self.before = [(memory, memory.data.copy()) for memory in launch.memories()]
+        self.expected = self.run(launch.program)
+
+    def restore(self) -> None:
+        for memory, data in self.before:
+            memory.data[...] = data
+
+    def run(self, program: Program) -> bytes:
+        self.restore()
+        with _limit(self.seconds):
+            return self.launch.again(program)
+
+    def noticed(self, program: Program) -> tuple[bool, str]:
+        """Whether a mutant is noticed, and the report."""
+        try:
+            return self.run(program) != self.expected, ""
+        except (VirtualNPUError, TimeoutError) as caught:
+            return True, f"{type(caught).__name__}: {caught}"
+
+
 def survey(
-    launch: Launch,
+    launches: Sequence[Launch],
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     seconds: float = SECONDS,
 ) -> list[Outcome]:
-    """Run every mutant of a captured launch, hazards on, from the same memory contents.
+    """Run every mutant of a program, hazards on, in each launch until it is noticed.
 
     Args:
-        launch: from `run("values", hazards=True, capture=[...])`, before it ran.
+        launches: of one program, from `run("values", hazards=True, capture=[...])`.
         progress: called with the number of mutants done and their total.
-        seconds: limit for one mutant.
+        seconds: limit for one run of a mutant.
 
     Returns:
         One outcome for each synchronisation; unnoticed ones with an argument.
+
+    Raises:
+        ValueError: no launch, or launches of different programs.
     """
-    before = [(memory, memory.data.copy()) for memory in launch.memories()]
-
-    def restore() -> None:
-        for memory, data in before:
-            memory.data[...] = data
-
-    def run(program: Program) -> bytes:
-        restore()
-        with _limit(seconds):
-            return launch.again(program)
-
-    expected = run(launch.program)
-    restore()
-    logs = redundancy.record(launch)
-    runs = {core: redundancy.reached(logs, core) for core in launch.program.functions}
-    total = len(syncs(launch.program))
+    if len({launch.program.key for launch in launches}) != 1:
+        raise ValueError(f"launches must be some of one program, got {len(launches)} of others")
+    program = launches[0].program
+    runners = [_Runner(launch, seconds) for launch in launches]
+    total = len(syncs(program))
     outcomes: list[Outcome] = []
     unnoticed: list[tuple[Outcome, Op]] = []
-    for mutant in mutants(launch.program):
-        outcome = Outcome(mutant.core, str(mutant.op), detail(mutant.op), noticed=True)
-        try:
-            outcome.noticed = run(mutant.program) != expected
-        except (VirtualNPUError, TimeoutError) as caught:
-            outcome.error = f"{type(caught).__name__}: {caught}"
+    for mutant in mutants(program):
+        outcome = Outcome(mutant.core, str(mutant.op), detail(mutant.op), noticed=False)
+        for runner in runners:
+            outcome.noticed, outcome.error = runner.noticed(mutant.program)
+            if outcome.noticed:
+                break
         outcomes.append(outcome)
         if not outcome.noticed:
             unnoticed.append((outcome, mutant.op))
         progress(len(outcomes), total)
-    for outcome, op in unnoticed:
-        if not runs[outcome.core][op.number]:
-            outcome.argument = NOT_REACHED
-            continue
-        found = redundancy.argument(logs, launch.program.functions, outcome.core, op)
-        outcome.argument, outcome.proven = found or NO_EVIDENCE, found is not None
-    restore()
+    if unnoticed:
+        logs = []
+        for runner in runners:
+            runner.restore()
+            logs += redundancy.record(runner.launch)
+        runs = redundancy.reached(logs)
+        for outcome, op in unnoticed:
+            if not runs[op.number]:
+                outcome.argument = NOT_REACHED
+                continue
+            found = redundancy.argument(logs, program.functions, op)
+            outcome.argument, outcome.proven = found or NO_EVIDENCE, found is not None
+    for runner in runners:
+        runner.restore()
     return outcomes
