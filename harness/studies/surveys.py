@@ -10,7 +10,6 @@ written after each subject; subjects that are in it, of the same sources, are no
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import sys
@@ -27,12 +26,12 @@ from ..results import write_json
 from ..virtual_npu.driver import run
 from ..virtual_npu.launch import Launch
 from ..virtual_npu.mutation import NOT_REACHED, survey
+from .sources import KERNELS, MACHINE, fingerprint
 
 SCALE = 0.5
 CORES = 2
 WANTED = 0.97
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("forward.py", "backward.py", "harness/textbook.py", "harness/virtual_npu/*.py", "harness/studies/surveys.py")
+SOURCES = (*KERNELS, "harness/textbook.py", *MACHINE, "harness/studies/surveys.py")
 
 
 @dataclass(frozen=True)
@@ -102,15 +101,6 @@ SUBJECTS: dict[str, Subject] = {
     "backward pipeline full": Subject(_backward, (Shape(1024, 128, False, 6),), "backward full"),
     "textbook": Subject(_textbook, (Shape(256, 64, True, 3),)),
 }
-
-
-def fingerprint(release: str) -> str:
-    """Of everything that a survey depends on."""
-    digest = hashlib.sha256(release.encode())
-    for pattern in SOURCES:
-        for path in sorted(ROOT.glob(pattern)):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _captured(call: Callable[[Shape], None], shapes: Iterable[Shape], release: str) -> list[tuple[Launch, Shape]]:
@@ -210,7 +200,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", type=Path, default=Path("results/mutation.json"))
     arguments = parser.parse_args()
-    mark = fingerprint(arguments.release)
+    mark = fingerprint(SOURCES, arguments.release)
     earlier = _earlier(arguments.json, arguments.release, mark)
     names = [name for name in arguments.subject or SUBJECTS if arguments.fresh or name not in earlier]
     start = time.monotonic()
