@@ -14,7 +14,7 @@ SECOND_DIR := .toolchain/bishengir-$(SECOND)
 SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check score test check-full report bench calibrate trace profile mutation schedules sensitivity lint clean
+.PHONY: help setup check score test test-full check-full report bench calibrate trace profile mutation schedules sensitivity lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ report: ## the tables of results/score.json into REPORT.md
 
 test: ## the tests
 	$(PY) -m pytest $(ARGS)
+
+test-full: ## the slow tests: the whole matrix of shapes (hours)
+	$(PY) -m pytest -m slow $(ARGS)
 
 bench: ## host time of the toolchain and of the virtual NPU
 	$(PY) -m pytest -o addopts= -W error -p no:cacheprovider --benchmark-only tests/bench_virtual_npu.py $(ARGS)

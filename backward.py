@@ -12,6 +12,8 @@ Versions
      over the query tiles, accumulated in L0C; dq of a query tile over the key tiles,
      accumulated in L0C. Causal skips tiles. The softmax scale is applied once to each
      finished tile instead of to every score gradient.
+  2  Every shape that the forward takes, by the same means (exact head dimensions, the last
+     tile moved back); the query heads of a key head are summed in turn.
 """
 
 import math
@@ -20,7 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIMS = (16, 32, 64, 128, 256)  # those of the tables below; every other one is rounded up to find its tiles
+MAX_HEAD_DIM = 256
+MAX_LENGTH = 1 << 24
+MAX_HEADS = (1 << 31) - 1
+LAYOUTS = ("BNSD", "BSND")
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -29,42 +35,68 @@ def attention_bwd_kernel_delta(
     out, dout, delta,
     stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn,
     Z, H, N,
-    BM: tl.constexpr, D: tl.constexpr,
+    TAIL: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(out * dout), fp32. Vector cores only."""
-    tiles = N // BM
+    """delta = rowsum(out * dout), fp32; N >= BM. Vector cores only.
+
+    TAIL: BM does not divide N; the last tile overlaps the one before, and its rows belong to
+    it alone.
+    """
+    tiles = tl.cdiv(N, BM)
     for t in range(tl.program_id(0), tiles * Z * H, tl.num_programs(0)):
-        i_m = t % tiles
+        row = t % tiles * BM
+        rows = N  # this tile stores its rows below `rows`
+        if TAIL:
+            if row + BM > N:
+                row = N - BM
+            else:
+                rows = N - BM
         i_z = t // tiles // H
         i_h = t // tiles % H
         o_head = out + i_z.to(tl.int64) * stride_oz + i_h.to(tl.int64) * stride_oh
         d_head = dout + i_z.to(tl.int64) * stride_dz + i_h.to(tl.int64) * stride_dh
-        p_out = tl.make_block_ptr(o_head, (N, D), (stride_on, 1), (i_m * BM, 0), (BM, D), (1, 0))
-        p_dout = tl.make_block_ptr(d_head, (N, D), (stride_dn, 1), (i_m * BM, 0), (BM, D), (1, 0))
-        p_delta = tl.make_block_ptr(delta + (t // tiles).to(tl.int64) * N, (N,), (1,), (i_m * BM,), (BM,), (0,))
+        p_out = tl.make_block_ptr(o_head, (N, D), (stride_on, 1), (row, 0), (BM, D), (1, 0))
+        p_dout = tl.make_block_ptr(d_head, (N, D), (stride_dn, 1), (row, 0), (BM, D), (1, 0))
+        p_delta = tl.make_block_ptr(delta + (t // tiles).to(tl.int64) * N, (rows,), (1,), (row,), (BM,), (0,))
         b_delta = tl.sum(tl.load(p_out).to(tl.float32) * tl.load(p_dout).to(tl.float32), 1)  # [BM]
-        tl.store(p_delta, b_delta)
+        if TAIL:
+            tl.store(p_delta, b_delta, boundary_check=(0,))
+        else:
+            tl.store(p_delta, b_delta)
 
 
 @triton.jit
 def _attention_bwd_inner_dkdv(
-    b_dk, b_dv, q_head, dout_head, p_k, p_v, lse_head, delta_head, stride_qn, stride_dn, o_n, scale, low, high, N,
-    MASK: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    b_dk, b_dv, q_head, dout_head, p_k, p_v, lse_head, delta_head, stride_qn, stride_dn, o_n, scale, low, high,
+    SQ, SHIFT,
+    MASK_CAUSAL: tl.constexpr, MASK_TAIL: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """A key tile against the query rows from `low` to `high`."""
+    """A key tile against the query rows from `low` to `high`.
+
+    MASK_TAIL: the tile is moved back so that it ends at the last row, and rows before `low`
+    do not count.
+    """
     for m in range(low, high, BM):
-        p_q = tl.make_block_ptr(q_head, (N, D), (stride_qn, 1), (m, 0), (BM, D), (1, 0))
-        p_do = tl.make_block_ptr(dout_head, (N, D), (stride_dn, 1), (m, 0), (BM, D), (1, 0))
-        p_lse = tl.make_block_ptr(lse_head, (N,), (1,), (m,), (BM,), (0,))
-        p_delta = tl.make_block_ptr(delta_head, (N,), (1,), (m,), (BM,), (0,))
+        start = m
+        if MASK_TAIL:
+            start = SQ - BM
+        p_q = tl.make_block_ptr(q_head, (SQ, D), (stride_qn, 1), (start, 0), (BM, D), (1, 0))
+        p_do = tl.make_block_ptr(dout_head, (SQ, DV), (stride_dn, 1), (start, 0), (BM, DV), (1, 0))
+        p_lse = tl.make_block_ptr(lse_head, (SQ,), (1,), (start,), (BM,), (0,))
+        p_delta = tl.make_block_ptr(delta_head, (SQ,), (1,), (start,), (BM,), (0,))
         # A dot may overwrite its left operand on chip: what is used twice is loaded twice.
         b_s = tl.dot(tl.load(p_q), tl.trans(tl.load(p_k))) * scale  # [BM, BN]
         b_p = tl.exp(b_s - tl.load(p_lse)[:, None])
-        if MASK:
-            o_m = (m + tl.arange(0, BM)).to(tl.float32)
-            b_p = tl.where(o_m[:, None] >= o_n[None, :], b_p, 0.0)
-        b_do = tl.load(p_do)  # [BM, D]
-        b_dv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dv)  # [BN, D]
+        if MASK_CAUSAL or MASK_TAIL:
+            o_m = (start + SHIFT + tl.arange(0, BM)).to(tl.float32)
+            if MASK_TAIL:
+                o_m = tl.where(o_m >= m + SHIFT, o_m, float("-inf"))
+            if MASK_CAUSAL:
+                b_p = tl.where(o_m[:, None] >= o_n[None, :], b_p, 0.0)
+            else:
+                b_p = tl.where(o_m[:, None] >= 0, b_p, 0.0)
+        b_do = tl.load(p_do)  # [BM, DV]
+        b_dv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dv)  # [BN, DV]
         b_dp = tl.dot(tl.load(p_do), tl.trans(tl.load(p_v)))  # [BM, BN]
         b_ds = b_p * (b_dp - tl.load(p_delta)[:, None])
         b_q = tl.load(p_q)  # [BM, D]
@@ -77,64 +109,103 @@ def attention_bwd_kernel_dkdv(
     q, k, v, dout, lse, delta, dk, dv,
     stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_dz, stride_dh, stride_dn,
-    scale, Z, H, N,
-    CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    stride_dkz, stride_dkh, stride_dkn, stride_dvz, stride_dvh, stride_dvn,
+    scale, Z, HK, SQ, SK, SHIFT,
+    CAUSAL: tl.constexpr, GROUP: tl.constexpr, TAIL_M: tl.constexpr, TAIL_N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv, one key tile at a time; dk and dv are contiguous; BM and BN divide N."""
-    heads = Z * H
-    for t in range(tl.program_id(0), N // BN * heads, tl.num_programs(0)):
-        i_n = t // heads
-        i_head = t % heads
-        i_z = i_head // H
-        i_h = i_head % H
-        q_head = q + i_z.to(tl.int64) * stride_qz + i_h.to(tl.int64) * stride_qh
-        k_head = k + i_z.to(tl.int64) * stride_kz + i_h.to(tl.int64) * stride_kh
-        v_head = v + i_z.to(tl.int64) * stride_vz + i_h.to(tl.int64) * stride_vh
-        dout_head = dout + i_z.to(tl.int64) * stride_dz + i_h.to(tl.int64) * stride_dh
-        lse_head = lse + i_head.to(tl.int64) * N
-        delta_head = delta + i_head.to(tl.int64) * N
-        base = i_head.to(tl.int64) * N * D
-        p_k = tl.make_block_ptr(k_head, (N, D), (stride_kn, 1), (i_n * BN, 0), (BN, D), (1, 0))
-        p_v = tl.make_block_ptr(v_head, (N, D), (stride_vn, 1), (i_n * BN, 0), (BN, D), (1, 0))
-        p_dk = tl.make_block_ptr(dk + base, (N, D), (D, 1), (i_n * BN, 0), (BN, D), (1, 0))
-        p_dv = tl.make_block_ptr(dv + base, (N, D), (D, 1), (i_n * BN, 0), (BN, D), (1, 0))
-        o_n = (i_n * BN + tl.arange(0, BN)).to(tl.float32)
+    """dk and dv, one key tile at a time; SQ >= BM and SK >= BN.
+
+    CAUSAL: row i sees the keys up to i + SHIFT. TAIL_M: BM does not divide SQ. TAIL_N: BN does
+    not divide SK; the last tile then overlaps the one before, and its keys belong to it alone.
+    The GROUP query heads of a key head are summed in turn, in L0C.
+    """
+    heads = Z * HK
+    for t in range(tl.program_id(0), tl.cdiv(SK, BN) * heads, tl.num_programs(0)):
+        col = t // heads * BN
+        cols = SK  # this tile stores its keys below `cols`
+        if TAIL_N:
+            if col + BN > SK:
+                col = SK - BN
+            else:
+                cols = SK - BN
+        i_z = t % heads // HK
+        i_hk = t % heads % HK
+        k_head = k + i_z.to(tl.int64) * stride_kz + i_hk.to(tl.int64) * stride_kh
+        v_head = v + i_z.to(tl.int64) * stride_vz + i_hk.to(tl.int64) * stride_vh
+        dk_head = dk + i_z.to(tl.int64) * stride_dkz + i_hk.to(tl.int64) * stride_dkh
+        dv_head = dv + i_z.to(tl.int64) * stride_dvz + i_hk.to(tl.int64) * stride_dvh
+        p_k = tl.make_block_ptr(k_head, (SK, D), (stride_kn, 1), (col, 0), (BN, D), (1, 0))
+        p_v = tl.make_block_ptr(v_head, (SK, DV), (stride_vn, 1), (col, 0), (BN, DV), (1, 0))
+        p_dk = tl.make_block_ptr(dk_head, (cols, D), (stride_dkn, 1), (col, 0), (BN, D), (1, 0))
+        p_dv = tl.make_block_ptr(dv_head, (cols, DV), (stride_dvn, 1), (col, 0), (BN, DV), (1, 0))
+        o_n = (col + tl.arange(0, BN)).to(tl.float32)
         b_dk = tl.zeros([BN, D], tl.float32)
-        b_dv = tl.zeros([BN, D], tl.float32)
+        b_dv = tl.zeros([BN, DV], tl.float32)
+        full = SQ // BM * BM
         if CAUSAL:
-            first = i_n * BN // BM * BM
-            middle = (i_n * BN + BN + BM - 1) // BM * BM
-            b_dk, b_dv = _attention_bwd_inner_dkdv(
-                b_dk, b_dv, q_head, dout_head, p_k, p_v, lse_head, delta_head, stride_qn, stride_dn, o_n,
-                scale, first, middle, N, True, BM, D,
-            )  # fmt: skip
+            # At least one tile, so that keys that no row sees get zeros.
+            first = tl.minimum(tl.maximum(col - SHIFT, 0) // BM * BM, full - BM)
+            middle = tl.minimum((tl.maximum(col + BN - 1 - SHIFT, 0) + BM - 1) // BM * BM, full)
         else:
             middle = 0
-        b_dk, b_dv = _attention_bwd_inner_dkdv(
-            b_dk, b_dv, q_head, dout_head, p_k, p_v, lse_head, delta_head, stride_qn, stride_dn, o_n,
-            scale, middle, N, N, False, BM, D,
-        )  # fmt: skip
-        tl.store(p_dk, (b_dk * scale).to(dk.type.element_ty))
-        tl.store(p_dv, b_dv.to(dv.type.element_ty))
+        for g in range(GROUP):
+            i_h = i_hk * GROUP + g
+            q_head = q + i_z.to(tl.int64) * stride_qz + i_h.to(tl.int64) * stride_qh
+            dout_head = dout + i_z.to(tl.int64) * stride_dz + i_h.to(tl.int64) * stride_dh
+            lse_head = lse + (i_z * HK * GROUP + i_h).to(tl.int64) * SQ
+            delta_head = delta + (i_z * HK * GROUP + i_h).to(tl.int64) * SQ
+            if CAUSAL:
+                b_dk, b_dv = _attention_bwd_inner_dkdv(
+                    b_dk, b_dv, q_head, dout_head, p_k, p_v, lse_head, delta_head, stride_qn, stride_dn, o_n,
+                    scale, first, middle, SQ, SHIFT, True, False, BM, D, DV,
+                )  # fmt: skip
+            b_dk, b_dv = _attention_bwd_inner_dkdv(
+                b_dk, b_dv, q_head, dout_head, p_k, p_v, lse_head, delta_head, stride_qn, stride_dn, o_n,
+                scale, middle, full, SQ, SHIFT, False, False, BM, D, DV,
+            )  # fmt: skip
+            if TAIL_M:
+                b_dk, b_dv = _attention_bwd_inner_dkdv(
+                    b_dk, b_dv, q_head, dout_head, p_k, p_v, lse_head, delta_head, stride_qn, stride_dn, o_n,
+                    scale, full, SQ, SQ, SHIFT, CAUSAL, True, BM, D, DV,
+                )  # fmt: skip
+        b_dk_out = (b_dk * scale).to(dk.type.element_ty)
+        b_dv_out = b_dv.to(dv.type.element_ty)
+        if TAIL_N:
+            tl.store(p_dk, b_dk_out, boundary_check=(0,))
+            tl.store(p_dv, b_dv_out, boundary_check=(0,))
+        else:
+            tl.store(p_dk, b_dk_out)
+            tl.store(p_dv, b_dv_out)
 
 
 @triton.jit
 def _attention_bwd_inner_dq(
-    b_dq, p_q, p_do, k_head, v_head, b_lse, b_delta, stride_kn, stride_vn, o_m, scale, low, high, N, VALID,
-    MASK_CAUSAL: tl.constexpr, MASK_TAIL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    b_dq, p_q, p_do, k_head, v_head, b_lse, b_delta, stride_kn, stride_vn, o_m, scale, low, high, SK, VALID,
+    MASK_CAUSAL: tl.constexpr, MASK_TAIL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """A query tile against the keys from `low` to `high`."""
+    """A query tile against the keys from `low` (a multiple of BN) to `high`.
+
+    MASK_TAIL: the last tile is moved back so that it ends at the last key, and hides the keys
+    that it shares with the tile before; keys from VALID on are padding.
+    """
     for n in range(low, high, BN):
-        p_k = tl.make_block_ptr(k_head, (N, D), (stride_kn, 1), (n, 0), (BN, D), (1, 0))
-        p_v = tl.make_block_ptr(v_head, (N, D), (stride_vn, 1), (n, 0), (BN, D), (1, 0))
+        start = n
+        if MASK_TAIL:
+            start = tl.minimum(n, SK - BN)
+        p_k = tl.make_block_ptr(k_head, (SK, D), (stride_kn, 1), (start, 0), (BN, D), (1, 0))
+        p_v = tl.make_block_ptr(v_head, (SK, DV), (stride_vn, 1), (start, 0), (BN, DV), (1, 0))
         b_s = tl.dot(tl.load(p_q), tl.trans(tl.load(p_k))) * scale  # [BM, BN]
         b_p = tl.exp(b_s - b_lse[:, None])
         if MASK_CAUSAL or MASK_TAIL:
-            o_n = (n + tl.arange(0, BN)).to(tl.float32)
+            # Hidden keys too: their exp(s - lse) may overflow, and infinity times zero is NaN.
+            o_n = (start + tl.arange(0, BN)).to(tl.float32)
+            if MASK_TAIL:
+                o_n = tl.where(o_n >= n, o_n, float("inf"))
+                o_n = tl.where(o_n < VALID, o_n, float("inf"))
             if MASK_CAUSAL:
                 b_p = tl.where(o_m[:, None] >= o_n[None, :], b_p, 0.0)
             else:
-                # Of a key of padding exp(0 - lse) may overflow, and infinity times its zeros is NaN.
                 b_p = tl.where(o_n[None, :] < VALID, b_p, 0.0)
         b_dp = tl.dot(tl.load(p_do), tl.trans(tl.load(p_v)))  # [BM, BN]
         b_ds = b_p * (b_dp - b_delta[:, None])
@@ -148,48 +219,63 @@ def attention_bwd_kernel_dq(
     q, k, v, dout, lse, delta, dq,
     stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_dz, stride_dh, stride_dn,
-    scale, Z, H, N, VALID,
-    CAUSAL: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    stride_dqz, stride_dqh, stride_dqn,
+    scale, Z, H, SQ, SK, VALID, SHIFT,
+    CAUSAL: tl.constexpr, GROUP: tl.constexpr, TAIL_M: tl.constexpr, TAIL_N: tl.constexpr, EMPTY: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """dq, one query tile at a time; dq is contiguous; BM and BN divide N.
-
-    TAIL: the keys from VALID to N are padding (causal rows never see them).
-    """
+    """dq, one query tile at a time; constants as in `forward.attention_fwd_kernel_general`."""
     heads = Z * H
-    for t in range(tl.program_id(0), N // BM * heads, tl.num_programs(0)):
-        i_m = t // heads
+    for t in range(tl.program_id(0), tl.cdiv(SQ, BM) * heads, tl.num_programs(0)):
+        row = t // heads * BM
+        rows = SQ  # this tile stores its rows below `rows`
+        if TAIL_M:
+            if row + BM > SQ:
+                row = SQ - BM
+            else:
+                rows = SQ - BM
         i_head = t % heads
         i_z = i_head // H
         i_h = i_head % H
+        i_hk = i_h // GROUP
         q_head = q + i_z.to(tl.int64) * stride_qz + i_h.to(tl.int64) * stride_qh
-        k_head = k + i_z.to(tl.int64) * stride_kz + i_h.to(tl.int64) * stride_kh
-        v_head = v + i_z.to(tl.int64) * stride_vz + i_h.to(tl.int64) * stride_vh
+        k_head = k + i_z.to(tl.int64) * stride_kz + i_hk.to(tl.int64) * stride_kh
+        v_head = v + i_z.to(tl.int64) * stride_vz + i_hk.to(tl.int64) * stride_vh
         dout_head = dout + i_z.to(tl.int64) * stride_dz + i_h.to(tl.int64) * stride_dh
-        p_q = tl.make_block_ptr(q_head, (N, D), (stride_qn, 1), (i_m * BM, 0), (BM, D), (1, 0))
-        p_do = tl.make_block_ptr(dout_head, (N, D), (stride_dn, 1), (i_m * BM, 0), (BM, D), (1, 0))
-        p_dq = tl.make_block_ptr(dq + i_head.to(tl.int64) * N * D, (N, D), (D, 1), (i_m * BM, 0), (BM, D), (1, 0))
-        p_lse = tl.make_block_ptr(lse + i_head.to(tl.int64) * N, (N,), (1,), (i_m * BM,), (BM,), (0,))
-        p_delta = tl.make_block_ptr(delta + i_head.to(tl.int64) * N, (N,), (1,), (i_m * BM,), (BM,), (0,))
-        o_m = (i_m * BM + tl.arange(0, BM)).to(tl.float32)
+        dq_head = dq + i_z.to(tl.int64) * stride_dqz + i_h.to(tl.int64) * stride_dqh
+        p_q = tl.make_block_ptr(q_head, (SQ, D), (stride_qn, 1), (row, 0), (BM, D), (1, 0))
+        p_do = tl.make_block_ptr(dout_head, (SQ, DV), (stride_dn, 1), (row, 0), (BM, DV), (1, 0))
+        p_dq = tl.make_block_ptr(dq_head, (rows, D), (stride_dqn, 1), (row, 0), (BM, D), (1, 0))
+        p_lse = tl.make_block_ptr(lse + i_head.to(tl.int64) * SQ, (SQ,), (1,), (row,), (BM,), (0,))
+        p_delta = tl.make_block_ptr(delta + i_head.to(tl.int64) * SQ, (SQ,), (1,), (row,), (BM,), (0,))
+        o_m = (row + SHIFT + tl.arange(0, BM)).to(tl.float32)
         b_lse = tl.load(p_lse)  # [BM]
         b_delta = tl.load(p_delta)  # [BM]
         b_dq = tl.zeros([BM, D], tl.float32)
         if CAUSAL:
-            middle = i_m * BM // BN * BN
-            end = (i_m + 1) * BM
+            middle = tl.minimum(row + SHIFT + 1, VALID)
+            end = tl.minimum(row + SHIFT + BM, VALID)
+            if EMPTY:  # at least one tile, so that rows that see no key get zeros
+                middle = tl.maximum(middle, 0)
+                end = tl.maximum(end, 1)
+            middle = middle // BN * BN
         else:
             middle = VALID // BN * BN
             end = VALID
         b_dq = _attention_bwd_inner_dq(
-            b_dq, p_q, p_do, k_head, v_head, b_lse, b_delta, stride_kn, stride_vn, o_m, scale, 0, middle, N, VALID,
-            False, False, BN, D,
+            b_dq, p_q, p_do, k_head, v_head, b_lse, b_delta, stride_kn, stride_vn, o_m, scale, 0, middle, SK, VALID,
+            False, False, BN, D, DV,
         )  # fmt: skip
-        if CAUSAL or TAIL:
+        if CAUSAL or TAIL_N:
             b_dq = _attention_bwd_inner_dq(
                 b_dq, p_q, p_do, k_head, v_head, b_lse, b_delta, stride_kn, stride_vn, o_m, scale,
-                middle, end, N, VALID, CAUSAL, TAIL, BN, D,
+                middle, end, SK, VALID, CAUSAL, TAIL_N, BN, D, DV,
             )  # fmt: skip
-        tl.store(p_dq, (b_dq * scale).to(dq.type.element_ty))
+        b_dq_out = (b_dq * scale).to(dq.type.element_ty)
+        if TAIL_M:
+            tl.store(p_dq, b_dq_out, boundary_check=(0,))
+        else:
+            tl.store(p_dq, b_dq_out)
 
 
 def _prepare_device(tensor: torch.Tensor) -> None:
@@ -208,25 +294,76 @@ def _device_counts() -> tuple[int, int]:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor | None) -> None:
-    """One of the [Z, H, N, D] inputs; see `attention_bwd` for what is allowed."""
+    """One input by itself; `like` is the first one, q."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor (torch.strided), got {tensor.layout}")
     if tensor.dim() != 4:
         raise ValueError(f"{name} must have 4 dimensions [Z, H, N, D], got shape {list(tensor.shape)}")
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{name} must be torch.float16 or torch.bfloat16, got {tensor.dtype}")
     if 0 in tensor.shape:
         raise ValueError(f"{name} must not be empty, got shape {list(tensor.shape)}")
-    if tensor.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"{name} must have a head dimension in {list(HEAD_DIMS)}, got {tensor.shape[3]}")
+    if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name} must have a head dimension from 1 to {MAX_HEAD_DIM}, got {tensor.shape[3]}")
     if like is None:
+        if tensor.device.type not in ("cpu", "npu"):
+            raise ValueError(f"{name} must be on an NPU, or on the CPU for the virtual NPU, got {tensor.device}")
         return
-    if tensor.shape != like.shape:
-        raise ValueError(f"{name} must have the shape of q, {list(like.shape)}, got {list(tensor.shape)}")
     if tensor.dtype != like.dtype:
         raise TypeError(f"{name} must have the dtype of q, {like.dtype}, got {tensor.dtype}")
     if tensor.device != like.device:
         raise ValueError(f"{name} must be on the device of q, {like.device}, got {tensor.device}")
+
+
+def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> list[torch.Tensor]:
+    """q, k and v as [Z, H, N, D] views, after the checks of `attention_bwd` on them."""
+    if not isinstance(layout, str):
+        raise TypeError(f"layout must be a str, got {type(layout).__name__}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, tensor, None if name == "q" else q)
+    if layout == "BSND":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    for name, tensor, other, like, axis, what in (
+        ("k", k, "q", q, 0, "batch size"),
+        ("k", k, "q", q, 3, "head dimension"),
+        ("v", v, "k", k, 0, "batch size"),
+        ("v", v, "k", k, 1, "number of heads"),
+        ("v", v, "k", k, 2, "length"),
+    ):
+        if tensor.shape[axis] != like.shape[axis]:
+            raise ValueError(f"{name} must have the {what} of {other}, {like.shape[axis]}, got {tensor.shape[axis]}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k must have a number of heads that divides that of q, {q.shape[1]}, got {k.shape[1]}")
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.shape[2] > MAX_LENGTH:  # masks compare positions as floats
+            raise ValueError(f"{name} must have a length up to {MAX_LENGTH}, got {tensor.shape[2]}")
+        if tensor.shape[0] * tensor.shape[1] > MAX_HEADS:  # the kernels count heads in 32 bits
+            raise ValueError(f"{name} must have up to {MAX_HEADS} heads in all, got {tensor.shape[:2].numel()}")
+    return [q, k, v]
+
+
+def _check_options(causal: bool | str, sm_scale: float | None) -> None:
+    if not isinstance(causal, (bool, str)):
+        raise TypeError(f"causal must be a bool or a str, got {type(causal).__name__}")
+    if isinstance(causal, str) and causal not in ("top-left", "bottom-right"):
+        raise ValueError(f'causal must be False, True, "top-left" or "bottom-right", got {causal!r}')
+    if sm_scale is None:
+        return
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)):
+        raise TypeError(f"sm_scale must be a float or None, got {type(sm_scale).__name__}")
+    if not math.isfinite(sm_scale):
+        raise ValueError(f"sm_scale must be finite, got {sm_scale}")
+
+
+def _check_result(name: str, tensor: torch.Tensor, q: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """out or dout, of the given shape."""
+    _check_tensor(name, tensor, q)
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
 
 
 def _check_lse(lse: torch.Tensor, q: torch.Tensor) -> None:
@@ -240,15 +377,40 @@ def _check_lse(lse: torch.Tensor, q: torch.Tensor) -> None:
         raise ValueError(f"lse must be on the device of q, {q.device}, got {lse.device}")
 
 
-def _check_options(causal: bool, sm_scale: float | None) -> None:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
-    if sm_scale is None:
-        return
-    if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)):
-        raise TypeError(f"sm_scale must be a float or None, got {type(sm_scale).__name__}")
-    if not math.isfinite(sm_scale):
-        raise ValueError(f"sm_scale must be finite, got {sm_scale}")
+def _shift(causal: bool | str, sq: int, sk: int) -> int | None:
+    """Row i sees the keys up to i + shift; None: every row sees every key."""
+    shift = sk - sq if causal == "bottom-right" else 0
+    return shift if causal and shift < sk - 1 else None
+
+
+def _rows_apart(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy where its last dimension is not unit-stride or its rows are one row."""
+    unit = x.stride(3) == 1 or x.shape[3] == 1
+    apart = x.stride(2) != 0 or x.shape[2] == 1
+    return x if unit and apart else x.contiguous()
+
+
+def _pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x [Z, H, N, D] itself, or zeros after it where N < rows."""
+    return x if x.shape[2] >= rows else torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[2]))
+
+
+def _empty(z: int, h: int, n: int, d: int, layout: str, like: torch.Tensor) -> torch.Tensor:
+    """Memory for a result in the given layout, as a view [Z, H, N, D]."""
+    if layout == "BSND":
+        return torch.empty((z, n, h, d), dtype=like.dtype, device=like.device).transpose(1, 2)
+    return torch.empty((z, h, n, d), dtype=like.dtype, device=like.device)
+
+
+def _in_layout(x: torch.Tensor, n: int, layout: str) -> torch.Tensor:
+    """The first n rows of a result [Z, H, N, D], contiguous in the given layout."""
+    x = x[:, :, :n]
+    return (x.transpose(1, 2) if layout == "BSND" else x).contiguous()
+
+
+def _fitting(size: int, length: int, least: int) -> int:
+    """A power of two up to `size` that is not longer than `length`, `least` for short lengths."""
+    return min(size, max(least, 1 << (length.bit_length() - 1)))
 
 
 # bishengir 1.2.0 cuts vector loops in two and then fails to split them over the two vector
@@ -256,72 +418,116 @@ def _check_options(causal: bool, sm_scale: float | None) -> None:
 # work. One loop keeps the split. 1.1.0 compiles to the same either way.
 _OPTIONS = {"tile_mix_vector_loop": 1}
 
-# (BM, BN) of the dk/dv kernel and of the dq kernel, by head dimension: of the tiles that fit
-# on chip with both vector cores at work, the fastest on the virtual NPU.
+# (BM, BN) of the dk/dv kernel and of the dq kernel, by the head dimension rounded up: of the
+# tiles that fit on chip with both vector cores at work, the fastest on the virtual NPU.
 _TILES_DKDV = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (128, 64), 256: (128, 32)}
 _TILES_DQ = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (128, 128), 256: (64, 128)}
 
 
 def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Tile sizes (BM, BN) of the dk/dv kernel and of the dq kernel.
+    """Tile sizes (BM, BN) of the dk/dv kernel and of the dq kernel for long rows.
 
     Raises:
-        ValueError: HEAD_DIM is not supported.
+        ValueError: HEAD_DIM is not from 1 to 256.
     """
-    if HEAD_DIM not in HEAD_DIMS:
-        raise ValueError(f"HEAD_DIM must be one of {list(HEAD_DIMS)}, got {HEAD_DIM}")
-    return _TILES_DKDV[HEAD_DIM], _TILES_DQ[HEAD_DIM]
+    if not 1 <= HEAD_DIM <= MAX_HEAD_DIM:
+        raise ValueError(f"HEAD_DIM must be from 1 to {MAX_HEAD_DIM}, got {HEAD_DIM}")
+    width = max(16, triton.next_power_of_2(HEAD_DIM))
+    return _TILES_DKDV[width], _TILES_DQ[width]
 
 
-def attention_bwd(dout, q, k, v, out, lse, causal=False, sm_scale=None):
+def attention_bwd(dout, q, k, v, out, lse, causal=False, sm_scale=None, *, layout="BNSD"):
     """Gradients of `forward.attention_fwd`.
 
     Args:
-        dout: gradient of out, [Z, H, N, D], any strides.
-        q, k, v, out: as given to and returned by the forward. A tensor whose last dimension
-            is not contiguous is copied once.
-        lse: [Z, H, N], fp32, from the forward.
-        causal, sm_scale: as in the forward.
+        dout: gradient of out, with its shape and dtype, any strides.
+        q, k, v, out, lse: as given to and returned by the forward; the same limits. Each of
+            dout, q, k, v and out whose last dimension is not unit-stride, or whose rows are
+            all one row, is copied once; so is lse if it is not contiguous.
+        causal, sm_scale, layout: as in the forward.
 
     Returns:
-        dq, dk, dv: [Z, H, N, D], contiguous, in q's dtype.
+        dq, dk, dv: gradients with the shapes of q, k and v, contiguous, in q's dtype. A key
+        head's gradient is the sum over the query heads that share it. Rows that see no key,
+        and keys that no row sees, have zeros.
+
+    fp16: P (dout vᵀ - delta) is rounded to fp16 on its way to the matrix unit. Where it exceeds
+    65504, the gradients that it enters become infinite or NaN, as a loss scaler expects; they
+    are not clamped. bf16 has no such limit.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
     """
-    _check_tensor("q", q, None)
-    for name, tensor in (("dout", dout), ("k", k), ("v", v), ("out", out)):
-        _check_tensor(name, tensor, q)
+    views = _check_inputs(q, k, v, layout)
+    for name, tensor in (("dout", dout), ("out", out)):
+        _check_result(name, tensor, q, (*q.shape[:3], v.shape[3]))
+    q, k, v = views
     _check_lse(lse, q)
     _check_options(causal, sm_scale)
-    z, h, n, d = q.shape
-    scale = d**-0.5 if sm_scale is None else float(sm_scale)
+    if layout == "BSND":
+        dout, out = dout.transpose(1, 2), out.transpose(1, 2)
+    scale = q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale)
+    shift = _shift(causal, q.shape[2], k.shape[2])
     _prepare_device(q)
-    (dkdv_m, dkdv_n), (dq_m, dq_n) = get_tiling_bwd(n, d, causal)
-    widest = max(dkdv_m, dkdv_n, dq_m, dq_n)
-    padded = triton.cdiv(n, widest) * widest
-    q, k, v, out, dout = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, out, dout))
-    lse = lse.contiguous()
-    if padded != n:
-        # Rows of zeros add nothing: their dout is 0. The dq kernel masks keys of padding.
-        q, k, v, out, dout = (torch.nn.functional.pad(x, (0, 0, 0, padded - n)) for x in (q, k, v, out, dout))
-        lse = torch.nn.functional.pad(lse, (0, padded - n))
+    q, k, v, out, dout = (_rows_apart(x) for x in (q, k, v, out, dout))
+    return _backward_general(dout, q, k, v, out, lse.contiguous(), shift, scale, layout)
+
+
+def _backward_general(dout, q, k, v, out, lse, shift, scale, layout):
+    """Launch of the three kernels; [Z, H, N, D] views in, gradients in `layout` out."""
+    z, h, sq, d = q.shape
+    hk, sk, dv = k.shape[1], k.shape[2], v.shape[3]
+    masked = shift is not None
+    (dkdv_m, dkdv_n), (dq_m, dq_n) = get_tiling_bwd(sq, max(d, dv), masked)
+    dkdv_m, dkdv_n = _fitting(dkdv_m, sq, 16), _fitting(dkdv_n, sk, 64)
+    dq_m, dq_n = _fitting(dq_m, sq, 16), _fitting(dq_n, sk, 64)
+    # Rows and keys of zeros: their dout is 0, and the dq kernel masks such keys.
+    q, out, dout = (_pad_rows(x, max(dkdv_m, dq_m)) for x in (q, out, dout))
+    k, v = (_pad_rows(x, max(dkdv_n, dq_n)) for x in (k, v))
+    rows, keys = q.shape[2], k.shape[2]
+    if rows > sq:
+        lse = torch.nn.functional.pad(lse, (0, rows - sq))
     cores, vector_cores = _device_counts()
-    delta = torch.empty((z, h, padded), dtype=torch.float32, device=q.device)
-    dq, dk, dv = (torch.empty((z, h, padded, d), dtype=q.dtype, device=q.device) for _ in range(3))
-    rows = min(32, padded)
-    attention_bwd_kernel_delta[(min(vector_cores, padded // rows * z * h),)](
-        out, dout, delta, *out.stride()[:3], *dout.stride()[:3], z, h, padded, BM=rows, D=d
+    delta = torch.empty((z, h, rows), dtype=torch.float32, device=q.device)
+    grad_q = _empty(z, h, rows, d, layout, q)
+    grad_k, grad_v = _empty(z, hk, keys, d, layout, q), _empty(z, hk, keys, dv, layout, q)
+    block = min(32, rows)
+    attention_bwd_kernel_delta[(min(vector_cores, triton.cdiv(rows, block) * z * h),)](
+        out, dout, delta, *out.stride()[:3], *dout.stride()[:3], z, h, rows, TAIL=rows % block != 0, BM=block, D=dv
     )
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
-    attention_bwd_kernel_dkdv[(min(cores, padded // dkdv_n * z * h),)](
-        q, k, v, dout, lse, delta, dk, dv, *strides, scale, z, h, padded,
-        CAUSAL=causal, BM=dkdv_m, BN=dkdv_n, D=d, **_OPTIONS,
+    attention_bwd_kernel_dkdv[(min(cores, triton.cdiv(keys, dkdv_n) * z * hk),)](
+        q, k, v, dout, lse, delta, grad_k, grad_v, *strides, *grad_k.stride()[:3], *grad_v.stride()[:3],
+        scale, z, hk, rows, keys, shift or 0,
+        CAUSAL=masked, GROUP=h // hk, TAIL_M=rows % dkdv_m != 0, TAIL_N=keys % dkdv_n != 0,
+        BM=dkdv_m, BN=dkdv_n, D=d, DV=dv, **_OPTIONS,
     )  # fmt: skip
-    attention_bwd_kernel_dq[(min(cores, padded // dq_m * z * h),)](
-        q, k, v, dout, lse, delta, dq, *strides, scale, z, h, padded, n,
-        CAUSAL=causal, TAIL=padded != n, BM=dq_m, BN=dq_n, D=d, **_OPTIONS,
+    attention_bwd_kernel_dq[(min(cores, triton.cdiv(rows, dq_m) * z * h),)](
+        q, k, v, dout, lse, delta, grad_q, *strides, *grad_q.stride()[:3],
+        scale, z, h, rows, keys, sk, shift or 0,
+        CAUSAL=masked, GROUP=h // hk, TAIL_M=rows % dq_m != 0, TAIL_N=sk % dq_n != 0, EMPTY=masked and shift < 0,
+        BM=dq_m, BN=dq_n, D=d, DV=dv, **_OPTIONS,
     )  # fmt: skip
-    if padded != n:
-        dq, dk, dv = (x[:, :, :n].contiguous() for x in (dq, dk, dv))
-    return dq, dk, dv
+    return tuple(_in_layout(x, n, layout) for x, n in ((grad_q, sq), (grad_k, sk), (grad_v, sk)))
+
+
+@torch.library.custom_op("ascend_attention::backward", mutates_args=())
+def attention_bwd_op(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: str = "",
+    sm_scale: float | None = None,
+    layout: str = "BNSD",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attention_bwd` as one op for torch.compile and export; causal is "", "top-left" or
+    "bottom-right"."""
+    return attention_bwd(dout, q, k, v, out, lse, causal or False, sm_scale, layout=layout)
+
+
+@attention_bwd_op.register_fake
+def _(dout, q, k, v, out, lse, causal="", sm_scale=None, layout="BNSD"):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))

@@ -139,12 +139,21 @@ LSE = torch.zeros(1, 2, 64)
 @pytest.mark.parametrize(
     ("name", "value", "kind", "text"),
     [
-        ("dout", GOOD[:, :1], ValueError, r"dout must have the shape of q, \[1, 2, 64, 64\], got \[1, 1, 64, 64\]"),
+        ("dout", GOOD[:, :1], ValueError, r"dout must have shape \[1, 2, 64, 64\], got \[1, 1, 64, 64\]"),
+        ("dout", None, TypeError, "dout must be a torch.Tensor, got NoneType"),
+        ("dout", GOOD.bfloat16(), TypeError, "dout must have the dtype of q, torch.float16, got torch.bfloat16"),
+        ("out", GOOD[..., :48], ValueError, r"out must have shape \[1, 2, 64, 64\], got \[1, 2, 64, 48\]"),
+        ("q", GOOD[0], ValueError, r"q must have 4 dimensions \[Z, H, N, D\], got shape \[2, 64, 64\]"),
+        ("k", GOOD[..., :48], ValueError, "k must have the head dimension of q, 64, got 48"),
+        ("v", GOOD[:, :1], ValueError, "v must have the number of heads of k, 2, got 1"),
+        ("lse", 1.0, TypeError, "lse must be a torch.Tensor, got float"),
+        ("lse", LSE.to("meta"), ValueError, "lse must be on the device of q, cpu, got meta"),
+        ("layout", "bnsd", ValueError, "layout must be one of BNSD, BSND, got 'bnsd'"),
         ("out", GOOD.float(), TypeError, "out must be torch.float16 or torch.bfloat16, got torch.float32"),
         ("lse", LSE.half(), TypeError, "lse must be torch.float32, got torch.float16"),
         ("lse", LSE[:, :1], ValueError, r"lse must have shape \[1, 2, 64\], got \[1, 1, 64\]"),
         ("sm_scale", math.inf, ValueError, "sm_scale must be finite, got inf"),
-        ("causal", None, TypeError, "causal must be a bool, got NoneType"),
+        ("causal", None, TypeError, "causal must be a bool or a str, got NoneType"),
     ],
 )
 def test_errors_name_the_argument(name, value, kind, text) -> None:

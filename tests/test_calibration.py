@@ -18,7 +18,6 @@ def test_the_published_rows_are_all_there() -> None:
     assert all(row.ms > 0 and row.n % row.block_m == 0 and row.n % row.block_n == 0 for row in rows)
 
 
-@pytest.mark.slow
 def test_published_times_are_predicted() -> None:
     """Every row on shrunken shapes. Published constants gave 6.5 % (worst 16 %) at full size."""
     result = calibration.calibrate(z=8, with_holdout=False)

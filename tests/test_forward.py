@@ -189,6 +189,8 @@ def bad(name: str, change, kind: type[Exception], text: str):
 
 
 GOOD = torch.zeros(1, 2, 64, 64, dtype=torch.float16)
+WIDE = torch.zeros(1, 2, 64, 257, dtype=torch.float16)
+LONG = torch.zeros((), dtype=torch.float16).expand(1, 2, (1 << 24) + 1, 64)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +200,22 @@ GOOD = torch.zeros(1, 2, 64, 64, dtype=torch.float16)
         bad("q", GOOD[0], ValueError, r"q must have 4 dimensions .* got shape \[2, 64, 64\]"),
         bad("q", GOOD.float(), TypeError, "q must be torch.float16 or torch.bfloat16, got torch.float32"),
         bad("k", GOOD.bfloat16(), TypeError, "k must have the dtype of q, torch.float16, got torch.bfloat16"),
-        bad("k", GOOD[:, :1], ValueError, r"k must have the shape of q, \[1, 2, 64, 64\], got \[1, 1, 64, 64\]"),
-        bad("v", GOOD.transpose(2, 3), ValueError, "v must be contiguous in its last dimension"),
-        bad("q", GOOD[..., :48], ValueError, r"q must have a head dimension in \[16, 32, 64, 128, 256\], got 48"),
+        bad("q", GOOD.to_sparse(), TypeError, r"q must be a dense tensor \(torch.strided\), got torch.sparse_coo"),
+        bad("q", WIDE, ValueError, "q must have a head dimension from 1 to 256, got 257"),
+        bad("v", WIDE, ValueError, "v must have a head dimension from 1 to 256, got 257"),
+        bad("q", GOOD.to("meta"), ValueError, "q must be on an NPU, or on the CPU for the virtual NPU, got meta"),
+        bad("k", GOOD.expand(3, -1, -1, -1), ValueError, "k must have the batch size of q, 1, got 3"),
+        bad("k", GOOD[..., :48], ValueError, "k must have the head dimension of q, 64, got 48"),
+        bad("k", GOOD.repeat(1, 2, 1, 1), ValueError, "v must have the number of heads of k, 4, got 2"),
+        bad("q", GOOD[:, :1], ValueError, "k must have a number of heads that divides that of q, 1, got 2"),
+        bad("v", GOOD[:, :, :9], ValueError, "v must have the length of k, 64, got 9"),
+        bad("q", LONG, ValueError, "q must have a length up to 16777216, got 16777217"),
+        bad("layout", "SBND", ValueError, "layout must be one of BNSD, BSND, got 'SBND'"),
+        bad("layout", 1, TypeError, "layout must be a str, got int"),
         bad("q", GOOD[:, :, :0], ValueError, r"q must not be empty"),
         bad("k", GOOD.to("meta"), ValueError, "k must be on the device of q, cpu, got meta"),
-        bad("causal", 1, TypeError, "causal must be a bool, got int"),
+        bad("causal", 1, TypeError, "causal must be a bool or a str, got int"),
+        bad("causal", "upper", ValueError, 'causal must be False, True, "top-left" or "bottom-right", got \'upper\''),
         bad("sm_scale", "x", TypeError, "sm_scale must be a float or None, got str"),
         bad("sm_scale", math.nan, ValueError, "sm_scale must be finite, got nan"),
         bad("block_m", 48, ValueError, "block_m must be a power of two, 16 or larger, got 48"),

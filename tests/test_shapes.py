@@ -1,0 +1,207 @@
+"""What users bring: lengths, head dims, head ratios, alignments, layouts, values, sizes.
+
+Every value test surrounds the inputs with NaN, starts fresh memory as NaN, checks races, and
+compares with fp64: at most twice the error of plain PyTorch that rounds where the kernels
+round, plus one unit in the last place; the first and last rows and the first columns apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from backward import attention_bwd
+from forward import attention_fwd
+from harness import virtual_npu
+from harness.poison import poisoned_memory
+
+LENGTHS = (1, 2, 5, 17, 63, 65, 127, 129, 200, 513, 1000, 1023, 1025)
+HEAD_DIMS = (16, 24, 40, 59, 64, 80, 96, 100, 128, 160, 192, 200, 256)
+RATIOS = (1, 2, 4, 8)
+CAUSAL = (False, "top-left", "bottom-right")
+DTYPES = (torch.float16, torch.bfloat16)
+RELATIONS = ("equal", "below", "above")  # Sq to Sk
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem; h query heads, hk key heads."""
+
+    sq: int
+    sk: int
+    d: int
+    dv: int
+    ratio: int
+    causal: bool | str
+    dtype: torch.dtype
+    layout: str = "BNSD"
+    release: str = "1.1.0"
+    heads: int = 1
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.sq}x{self.sk}-d{self.d},{self.dv}-g{self.ratio}-{self.causal}-{kind}-{self.layout}-{self.release}"
+        )
+
+
+def shift_of(causal: bool | str, sq: int, sk: int) -> int | None:
+    return None if not causal else sk - sq if causal == "bottom-right" else 0
+
+
+def golden(q, k, v, dout, causal, scale, rounded: torch.dtype | None = None) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv of [Z, H, S, D] tensors by the textbook: in fp64, or in fp32 with
+    P, dS and the results rounded to a dtype as the kernels round them."""
+    work = torch.float64 if rounded is None else torch.float32
+
+    def cut(x):
+        return x if rounded is None else x.to(rounded).to(work)
+
+    group = q.shape[1] // k.shape[1]
+    q, k, v, dout = (x.to(work) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), dout))
+    s = q @ k.transpose(-1, -2) * scale
+    shift = shift_of(causal, q.shape[2], k.shape[2])
+    if shift is not None:
+        s = s.masked_fill(torch.arange(s.shape[-1]) > torch.arange(s.shape[-2])[:, None] + shift, -math.inf)
+    m = s.amax(-1, keepdim=True).clamp(min=torch.finfo(work).min)
+    e = (s - m).exp()
+    total = e.sum(-1, keepdim=True)
+    lse = (m + total.log()).squeeze(-1)
+    total = total.where(total > 0, torch.ones_like(total))
+    out = cut(cut(e) @ v / total)
+    p = e / total
+    ds = cut(p * (dout @ v.transpose(-1, -2) - (out * dout).sum(-1, keepdim=True)))
+    dq = ds @ k * scale
+    dk = (ds.transpose(-1, -2) @ q * scale).unflatten(1, (-1, group)).sum(2)
+    dv = (cut(p).transpose(-1, -2) @ dout).unflatten(1, (-1, group)).sum(2)
+    return [out, lse, *(cut(x) for x in (dq, dk, dv))]
+
+
+def fenced(x: torch.Tensor, gaps: bool) -> torch.Tensor:
+    """x with NaN around: before and after it, and (gaps) between its rows."""
+    if gaps:
+        z, a, b, d = x.shape
+        room = torch.full((z, a, b + 2, d + 5), math.nan, dtype=x.dtype)
+        view = room[:, :, 1:-1, 3 : 3 + d]
+    else:
+        room = torch.full((x.numel() + 2048,), math.nan, dtype=x.dtype)
+        view = room[1024:-1024].view(x.shape)
+    view.copy_(x)
+    return view
+
+
+def compare(name: str, got: torch.Tensor, gold: torch.Tensor, plain: torch.Tensor) -> None:
+    """got against fp64, all of it and its edges apart ([Z, H, S, D] or [Z, H, S])."""
+    if name == "lse":
+        torch.testing.assert_close(got.double(), gold, rtol=1e-5, atol=1e-4)
+        return
+    unit = torch.finfo(got.dtype).eps
+    assert got.isfinite().all(), name
+    for part in (..., (..., slice(0, 4), slice(None)), (..., slice(-4, None), slice(None)), (..., slice(0, 2))):
+        error = (got.double() - gold)[part].abs().max().item()
+        limit = 2 * (plain.double() - gold)[part].abs().max().item() + unit * (gold[part].abs().max().item() + 0.1)
+        assert error <= limit, f"{name}{part}: error {error:.2e}, limit {limit:.2e}"
+
+
+def run(case: Case, seed: int = 0, values=None) -> list[torch.Tensor]:
+    """Forward and backward of a case, checked. Returns out, lse, dq, dk, dv."""
+    rng = torch.Generator().manual_seed(seed)
+    hk, h = case.heads, case.heads * case.ratio
+    shapes = ((h, case.sq, case.d), (hk, case.sk, case.d), (hk, case.sk, case.dv), (h, case.sq, case.dv))
+    q, k, v, dout = (torch.randn(1, *s, generator=rng) for s in shapes)
+    if values is not None:
+        q, k, v, dout = values(q, k, v, dout)
+    q, k, v, dout = (x.to(case.dtype) for x in (q, k, v, dout))
+    scale = case.d**-0.5 if case.scale is None else case.scale
+    gold = golden(q, k, v, dout, case.causal, scale)
+    plain = golden(q, k, v, dout, case.causal, scale, case.dtype)
+    given = [x.transpose(1, 2) if case.layout == "BSND" else x for x in (q, k, v, dout)]
+    given = [fenced(x, gaps=(seed + i) % 2 == 0) for i, x in enumerate(given)]
+    copies = [x.clone() for x in given]
+    q, k, v, dout = given
+    with poisoned_memory(), virtual_npu.run(release=case.release, cores=2, hazards=True):
+        out, lse = attention_fwd(q, k, v, case.causal, case.scale, layout=case.layout)
+        grads = attention_bwd(dout, q, k, v, out, lse, case.causal, case.scale, layout=case.layout)
+    for copy, x in zip(copies, given, strict=True):
+        assert torch.equal(copy, x), "an input was overwritten"
+    results = []
+    for name, got, exact, other in zip(NAMES, (out, lse, *grads), gold, plain, strict=True):
+        assert got.is_contiguous(), name
+        assert got.dtype == (torch.float32 if name == "lse" else case.dtype), name
+        if name != "lse" and case.layout == "BSND":
+            got = got.transpose(1, 2)
+        assert got.shape == exact.shape, name
+        compare(name, got, exact, other)
+        results.append(got)
+    if case.causal == "bottom-right" and case.sq > case.sk:
+        hidden = case.sq - case.sk
+        assert (results[0][:, :, :hidden] == 0).all()
+        assert (results[1][:, :, :hidden] == -math.inf).all()
+        assert (results[2][:, :, :hidden] == 0).all()
+    return results
+
+
+def lengths(n: int, relation: str, rng: random.Random) -> tuple[int, int]:
+    """Sq and Sk: n and n, or n and a longer or shorter one."""
+    if relation == "equal":
+        return n, n
+    others = [m for m in LENGTHS if (m > n) == (relation == "below") and m != n]
+    return n, rng.choice(others) if others else n
+
+
+def sample(count: int, seed: int, releases=virtual_npu.RELEASES) -> Iterator[Case]:
+    """Cases of the matrix in which every value of each axis comes up equally often."""
+    rng = random.Random(seed)
+
+    def shuffled(values) -> Iterator:
+        while True:
+            yield from rng.sample(list(values), len(values))
+
+    axes = [shuffled(x) for x in (LENGTHS, RELATIONS, HEAD_DIMS, RATIOS, CAUSAL, DTYPES, ("BNSD", "BSND"), releases)]
+    for n, relation, d, ratio, causal, dtype, layout, release in itertools.islice(zip(*axes, strict=False), count):
+        sq, sk = lengths(n, relation, rng)
+        dv = d if rng.random() < 0.7 else rng.choice(HEAD_DIMS)
+        heads = 2 if ratio == 1 and max(sq, sk) < 300 else 1
+        yield Case(sq, sk, d, dv, ratio, causal, dtype, layout, release, heads)
+
+
+@pytest.mark.parametrize(("number", "case"), enumerate(sample(26, 6)), ids=str)
+def test_matrix(number, case) -> None:
+    run(case, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_full_matrix(n, d) -> None:
+    """The whole product, hours of it: `make test-full`."""
+    rng = random.Random(n * 1000 + d)
+    product = itertools.product(RELATIONS, RATIOS, CAUSAL, DTYPES)
+    for number, (relation, ratio, causal, dtype) in enumerate(product):
+        sq, sk = lengths(n, relation, rng)
+        release = virtual_npu.RELEASES[number % 2]
+        run(Case(sq, sk, d, d, ratio, causal, dtype, ("BNSD", "BSND")[number // 2 % 2], release), number)
+
+
+if __name__ == "__main__":  # a longer sample than the default: python -m tests.test_shapes COUNT SEED
+    import sys
+    import time
+    import traceback
+
+    for number, case in enumerate(sample(int(sys.argv[1]), int(sys.argv[2]))):
+        start = time.time()
+        try:
+            run(case, number)
+            print(number, case, f"ok {time.time() - start:.1f} s", flush=True)
+        except Exception as error:
+            print(number, case, f"FAILED {type(error).__name__}: {str(error)[:600]}", flush=True)
+            if not isinstance(error, (AssertionError, virtual_npu.VirtualNPUError)):
+                traceback.print_exc()
