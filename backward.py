@@ -22,6 +22,14 @@ import torch
 import triton
 import triton.language as tl
 
+try:  # triton-ascend 3.2.1 moved its extensions
+    import triton.language.extra.cann.extension as al
+except ImportError:
+    al = tl
+
+# Upstream Triton, for CUDA, has no such extension.
+ASCEND = tl.constexpr(hasattr(al, "sync_block_set"))
+
 HEAD_DIMS = (16, 32, 64, 128, 256)  # those of the tables below; every other one is rounded up to find its tiles
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 1 << 24
@@ -287,7 +295,9 @@ def _prepare_device(tensor: torch.Tensor) -> None:
 
 
 def _device_counts() -> tuple[int, int]:
-    """AI cores of the active device, and its vector cores."""
+    """AI cores of the active device, and its vector cores; on CUDA no limit, one tile for each program."""
+    if not ASCEND.value:
+        return 1 << 30, 1 << 30
     driver = triton.runtime.driver.active
     properties = driver.utils.get_device_properties(driver.get_current_device())
     return int(properties["num_aicore"]), int(properties.get("num_vectorcore", 2 * properties["num_aicore"]))
@@ -343,6 +353,10 @@ def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
             raise ValueError(f"{name} must have a length up to {MAX_LENGTH}, got {tensor.shape[2]}")
         if tensor.shape[0] * tensor.shape[1] > MAX_HEADS:  # the kernels count heads in 32 bits
             raise ValueError(f"{name} must have up to {MAX_HEADS} heads in all, got {tensor.shape[:2].numel()}")
+    for name, tensor in (("q", q), ("v", v)):
+        d = tensor.shape[3]
+        if tensor.is_cuda and (d < 16 or d & (d - 1)):  # blocks of upstream Triton are powers of two
+            raise ValueError(f"{name} must have a head dimension of 16, 32, 64, 128 or 256 on CUDA, got {d}")
     return [q, k, v]
 
 
@@ -424,6 +438,20 @@ _TILES_DKDV = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (128, 64), 2
 _TILES_DQ = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (128, 128), 256: (64, 128)}
 
 
+# (BM, BN), warps and stages on a CUDA GPU, measured on an H200.
+_TILES_CUDA_DKDV = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)}
+_TILES_CUDA_DQ = {64: (128, 128, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}
+
+
+def _tiling_cuda(sq: int, sk: int, d: int) -> list[tuple[int, int, dict[str, int]]]:
+    """Tile sizes of the dk/dv kernel and of the dq kernel on CUDA, with their launch options."""
+    both = (table[max(64, triton.next_power_of_2(d))] for table in (_TILES_CUDA_DKDV, _TILES_CUDA_DQ))
+    return [
+        (_fitting(bm, sq, 16), _fitting(bn, sk, 16), {"num_warps": warps, "num_stages": stages})
+        for bm, bn, warps, stages in both
+    ]
+
+
 def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     """Tile sizes (BM, BN) of the dk/dv kernel and of the dq kernel for long rows.
 
@@ -478,9 +506,13 @@ def _backward_general(dout, q, k, v, out, lse, shift, scale, layout):
     z, h, sq, d = q.shape
     hk, sk, dv = k.shape[1], k.shape[2], v.shape[3]
     masked = shift is not None
-    (dkdv_m, dkdv_n), (dq_m, dq_n) = get_tiling_bwd(sq, max(d, dv), masked)
-    dkdv_m, dkdv_n = _fitting(dkdv_m, sq, 16), _fitting(dkdv_n, sk, 64)
-    dq_m, dq_n = _fitting(dq_m, sq, 16), _fitting(dq_n, sk, 64)
+    if ASCEND.value:
+        (dkdv_m, dkdv_n), (dq_m, dq_n) = get_tiling_bwd(sq, max(d, dv), masked)
+        dkdv_m, dkdv_n = _fitting(dkdv_m, sq, 16), _fitting(dkdv_n, sk, 64)
+        dq_m, dq_n = _fitting(dq_m, sq, 16), _fitting(dq_n, sk, 64)
+        dkdv_options = dq_options = _OPTIONS
+    else:
+        (dkdv_m, dkdv_n, dkdv_options), (dq_m, dq_n, dq_options) = _tiling_cuda(sq, sk, max(d, dv))
     # Rows and keys of zeros: their dout is 0, and the dq kernel masks such keys.
     q, out, dout = (_pad_rows(x, max(dkdv_m, dq_m)) for x in (q, out, dout))
     k, v = (_pad_rows(x, max(dkdv_n, dq_n)) for x in (k, v))
@@ -500,13 +532,13 @@ def _backward_general(dout, q, k, v, out, lse, shift, scale, layout):
         q, k, v, dout, lse, delta, grad_k, grad_v, *strides, *grad_k.stride()[:3], *grad_v.stride()[:3],
         scale, z, hk, rows, keys, shift or 0,
         CAUSAL=masked, GROUP=h // hk, TAIL_M=rows % dkdv_m != 0, TAIL_N=keys % dkdv_n != 0,
-        BM=dkdv_m, BN=dkdv_n, D=d, DV=dv, **_OPTIONS,
+        BM=dkdv_m, BN=dkdv_n, D=d, DV=dv, **dkdv_options,
     )  # fmt: skip
     attention_bwd_kernel_dq[(min(cores, triton.cdiv(rows, dq_m) * z * h),)](
         q, k, v, dout, lse, delta, grad_q, *strides, *grad_q.stride()[:3],
         scale, z, h, rows, keys, sk, shift or 0,
         CAUSAL=masked, GROUP=h // hk, TAIL_M=rows % dq_m != 0, TAIL_N=sk % dq_n != 0, EMPTY=masked and shift < 0,
-        BM=dq_m, BN=dq_n, D=d, DV=dv, **_OPTIONS,
+        BM=dq_m, BN=dq_n, D=d, DV=dv, **dq_options,
     )  # fmt: skip
     return tuple(_in_layout(x, n, layout) for x, n in ((grad_q, sq), (grad_k, sk), (grad_v, sk)))
 

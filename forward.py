@@ -388,9 +388,10 @@ def _device_index() -> int:
 
 
 def _core_count() -> int:
-    """AI cores of the active device (one cube core and two vector cores each)."""
+    """AI cores of the active device (one cube core and two vector cores each); on CUDA its multiprocessors."""
     driver = triton.runtime.driver.active
-    return int(driver.utils.get_device_properties(driver.get_current_device())["num_aicore"])
+    properties = driver.utils.get_device_properties(driver.get_current_device())
+    return int(properties["num_aicore" if ASCEND.value else "multiprocessor_count"])
 
 
 @functools.lru_cache
@@ -454,6 +455,10 @@ def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
             raise ValueError(f"{name} must have a length up to {MAX_LENGTH}, got {tensor.shape[2]}")
         if tensor.shape[0] * tensor.shape[1] > MAX_HEADS:  # the kernels count heads in 32 bits
             raise ValueError(f"{name} must have up to {MAX_HEADS} heads in all, got {tensor.shape[:2].numel()}")
+    for name, tensor in (("q", q), ("v", v)):
+        d = tensor.shape[3]
+        if tensor.is_cuda and (d < 16 or d & (d - 1)):  # blocks of upstream Triton are powers of two
+            raise ValueError(f"{name} must have a head dimension of 16, 32, 64, 128 or 256 on CUDA, got {d}")
     return [q, k, v]
 
 
@@ -555,6 +560,16 @@ def get_tiling(Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple
     return _tiling(N_CTX, N_CTX, HEAD_DIM, bool(causal))
 
 
+# (BM, BN), warps and stages of the general path on a CUDA GPU, measured on an H200.
+_TILES_CUDA = {64: (128, 64, 4, 3), 128: (128, 128, 8, 3), 256: (128, 32, 8, 3)}
+
+
+def _tiling_cuda(sq: int, sk: int, d: int) -> tuple[int, int, dict[str, int]]:
+    """Tile sizes of the general path on CUDA, and its launch options."""
+    bm, bn, warps, stages = _TILES_CUDA[max(64, triton.next_power_of_2(d))]
+    return _fitting(bm, sq, 16), _fitting(bn, sk, 16), {"num_warps": warps, "num_stages": stages}
+
+
 # The pipeline's constexprs by head dimension and causal: query rows in HALVES times BH, scores
 # in tiles of BN keys, groups of KG keys, P V in steps of KP keys, softmax in chunks of R rows
 # (RD on the diagonal), results in chunks of RO rows. Found on the virtual NPU.
@@ -568,6 +583,11 @@ _PIPELINES = {
 }
 # Long rows without a mask: larger groups, fewer merges; 6 MiB of scores and probs for each core.
 _LONG_GROUP = {"KG": 2048, "R": 8}
+
+_PIPELINE_OPTIONS = {
+    "disable_auto_inject_block_sync": True,  # the kernel's events are the whole hand-over
+    "sync_solver": False,  # the default solver lets every product wait for the last one
+}
 
 
 def _pipeline_settings(n: int, d: int, causal: bool) -> dict[str, int] | None:
@@ -619,9 +639,7 @@ def _forward_pipeline(q, k, v, causal, scale, cores):
         acc, stats,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         scale, h, z * h * n // rows, n,
-        CAUSAL=causal, GROUPS=n > group, D=d, **settings,
-        disable_auto_inject_block_sync=True,  # the events above are the whole hand-over
-        sync_solver=False,  # the default solver lets every product wait for the last one
+        CAUSAL=causal, GROUPS=n > group, D=d, **settings, **(_PIPELINE_OPTIONS if ASCEND.value else {"num_warps": 8}),
     )  # fmt: skip
     return out, lse
 
@@ -666,23 +684,27 @@ def attention_fwd(q, k, v, causal=False, sm_scale=None, *, block_m=None, block_n
     _prepare_device(q)
     cores, release = _core_count(), _compiler_release(_device_index())
     q, k, v = (_rows_apart(x) for x in (q, k, v))
-    plain = block_m is None and block_n is None and (h, sq, d) == (hk, sk, dv)
+    plain = ASCEND.value and block_m is None and block_n is None and (h, sq, d) == (hk, sk, dv)
     if plain and get_path(z, h, sq, d, masked, scale, cores, release) == "pipeline":
         out, lse = _forward_pipeline(q, k, v, masked, scale, cores)
         return _in_layout(out, sq, layout), lse
-    tile_m, tile_n = _tiling(sq, sk, max(d, dv), masked)
+    if ASCEND.value:
+        (tile_m, tile_n), options = _tiling(sq, sk, max(d, dv), masked), {}
+    else:
+        tile_m, tile_n, options = _tiling_cuda(sq, sk, max(d, dv))
     bm, bn = block_m or tile_m, block_n or tile_n
     q, k, v = _pad_rows(q, bm), _pad_rows(k, bn), _pad_rows(v, bn)
     rows, keys = q.shape[2], k.shape[2]
     out = _empty(z, h, rows, dv, layout, q)
     lse = torch.empty((z, h, rows), dtype=torch.float32, device=q.device)
-    programs = min(cores, triton.cdiv(rows, bm) * z * h)
+    tiles = triton.cdiv(rows, bm) * z * h
+    programs = min(cores, tiles) if ASCEND.value else tiles
     attention_fwd_kernel_general[(programs,)](
         q, k, v, out, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         scale, z, h, rows, keys, sk, shift or 0,
         STAGE=3 if masked else 1, GROUP=h // hk, TAIL_M=rows % bm != 0, TAIL_N=sk % bn != 0,
-        EMPTY=masked and shift < 0, BM=bm, BN=bn, D=d, DV=dv,
+        EMPTY=masked and shift < 0, BM=bm, BN=bn, D=d, DV=dv, **options,
     )  # fmt: skip
     return _in_layout(out, sq, layout), lse[:, :, :sq].contiguous()
 
