@@ -318,8 +318,10 @@ def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor | None) ->
     if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(f"{name} must have a head dimension from 1 to {MAX_HEAD_DIM}, got {tensor.shape[3]}")
     if like is None:
-        if tensor.device.type not in ("cpu", "npu"):
-            raise ValueError(f"{name} must be on an NPU, or on the CPU for the virtual NPU, got {tensor.device}")
+        if tensor.device.type not in ("cpu", "npu", "cuda"):
+            raise ValueError(
+                f"{name} must be on an NPU, on a CUDA GPU, or on the CPU for the virtual NPU, got {tensor.device}"
+            )
         return
     if tensor.dtype != like.dtype:
         raise TypeError(f"{name} must have the dtype of q, {like.dtype}, got {tensor.dtype}")
@@ -439,8 +441,8 @@ _TILES_DQ = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (128, 128), 25
 
 
 # (BM, BN), warps and stages on a CUDA GPU, measured on an H200.
-_TILES_CUDA_DKDV = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)}
-_TILES_CUDA_DQ = {64: (128, 128, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}
+_TILES_CUDA_DKDV = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)}
+_TILES_CUDA_DQ = {64: (128, 128, 8, 3), 128: (128, 32, 4, 3), 256: (128, 32, 8, 3)}
 
 
 def _tiling_cuda(sq: int, sk: int, d: int) -> list[tuple[int, int, dict[str, int]]]:

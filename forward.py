@@ -420,8 +420,10 @@ def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor | None) ->
     if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(f"{name} must have a head dimension from 1 to {MAX_HEAD_DIM}, got {tensor.shape[3]}")
     if like is None:
-        if tensor.device.type not in ("cpu", "npu"):
-            raise ValueError(f"{name} must be on an NPU, or on the CPU for the virtual NPU, got {tensor.device}")
+        if tensor.device.type not in ("cpu", "npu", "cuda"):
+            raise ValueError(
+                f"{name} must be on an NPU, on a CUDA GPU, or on the CPU for the virtual NPU, got {tensor.device}"
+            )
         return
     if tensor.dtype != like.dtype:
         raise TypeError(f"{name} must have the dtype of q, {like.dtype}, got {tensor.dtype}")
@@ -639,7 +641,7 @@ def _forward_pipeline(q, k, v, causal, scale, cores):
         acc, stats,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         scale, h, z * h * n // rows, n,
-        CAUSAL=causal, GROUPS=n > group, D=d, **settings, **(_PIPELINE_OPTIONS if ASCEND.value else {"num_warps": 8}),
+        CAUSAL=causal, GROUPS=n > group, D=d, **settings, **(_PIPELINE_OPTIONS if ASCEND.value else {"num_warps": 8, "num_stages": 1}),
     )  # fmt: skip
     return out, lse
 
