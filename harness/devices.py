@@ -28,12 +28,13 @@ class NotTimedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one call: milliseconds, and where known the cube's ideal share of it (0 to 1) and
-    the names of the kernels that ran."""
+    """Time of one call: milliseconds, and where known the cube's ideal share of it (0 to 1), the
+    names of the kernels that ran, and notes on them for the reader."""
 
     ms: float
     cube_utilisation: float | None = None
     kernels: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Device(Protocol):
@@ -201,7 +202,8 @@ class VirtualDevice:
             raise NotTimedError(f"the predicted time is {recording.ms} ms")
         share = recording.cycles / (recording.cycles + host.cycles())
         utilisation = recording.cube_utilisation
-        return Timing(recording.ms / share, None if utilisation is None else utilisation * share, _names(recording))
+        cube = None if utilisation is None else utilisation * share
+        return Timing(recording.ms / share, cube, _names(recording), tuple(recording.notes))
 
 
 class RealDevice:

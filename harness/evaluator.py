@@ -218,7 +218,7 @@ class Evaluator:
         if unchecked:
             text = f"timed {', '.join(unchecked)}, which the check on fewer heads did not run"
             return dataclasses.replace(result, status=Status.RUNTIME_ERROR, message=text)
-        notes, textbook_ms = [], None
+        notes, textbook_ms = list(own["notes"]), None
         try:
             textbook_ms = float(self._ask(self.trusted, {**request, "path": "", "baseline": "textbook"})["ms"])
         except _Fault as fault:

@@ -34,7 +34,7 @@ class CaseResult:
     Attributes:
         case: the configuration.
         status: outcome; only a passed case has a time.
-        message: what is wrong; for a passed case empty, or why a comparison time is missing.
+        message: what is wrong; for a passed case empty, or notes: lost time, a missing comparison time.
         heads_checked: how many of case.heads had their values compared.
         ms: milliseconds of the submission at the full official shape, or None.
         baseline: what baseline_ms is, in words; "" when there is none.

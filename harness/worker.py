@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import io
 import json
@@ -141,7 +142,7 @@ class Worker:
 
         shapes = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in request["shapes"].items()}
         timing = self.device.time(self._call(request), shapes)
-        return {"ms": timing.ms, "cube_utilisation": timing.cube_utilisation, "kernels": timing.kernels}
+        return dataclasses.asdict(timing)
 
 
 def _describe_returned(returned: Any) -> Any:

@@ -102,3 +102,14 @@ def dropped_syncs_kernel(a, b, scratch, out, STEPS, N: tl.constexpr, GUARDED: tl
                 _exp_step(p_a, p_b, p_s, p_o)
         else:
             _exp_step(p_a, p_b, p_s, p_o)
+
+
+@triton.jit
+def unsplit_kernel(a, b, out, N: tl.constexpr):
+    """out = sum over column halves of a @ b, by a reshape that keeps bishengir from splitting
+    the tile over the two vector cores: each does all of it."""
+    p_a = tl.make_block_ptr(a, (N, N), (N, 1), (0, 0), (N, N), (1, 0))
+    p_b = tl.make_block_ptr(b, (N, N), (N, 1), (0, 0), (N, N), (1, 0))
+    p_out = tl.make_block_ptr(out, (2 * N,), (1,), (0,), (2 * N,), (0,))
+    b_s = tl.dot(tl.load(p_a), tl.load(p_b))
+    tl.store(p_out, tl.sum(tl.reshape(b_s, (2 * N, N // 2)), 1))

@@ -155,6 +155,16 @@ def test_a_right_kernel_is_checked_and_timed() -> None:
     assert (first.ms, first.textbook_ms) == (second.ms, second.textbook_ms)
 
 
+def test_lost_time_is_noted() -> None:
+    case = Case("forward", "performance", 1, "T1", 1, 8, 128, 64, True, "fp16", "public", 1.0)
+    path = SUBMISSIONS / "right" / "unsplit.py"
+    (result,) = evaluate([case], {"forward": path}, _settings(mode="score", kernels_required=True))
+    assert result.status is S.PASSED and result.ms is not None
+    assert_matches(
+        r"textbook_fwd_kernel: lost time: both vector cores do all rows .* at textbook.py:\d+", result.message
+    )
+
+
 def test_only_kernels_that_were_checked_are_timed() -> None:
     path = SUBMISSIONS / "wrong" / "other_when_timed.py"
     (result,) = evaluate([_timed_case()], {"forward": path}, _settings(mode="score", kernels_required=True))

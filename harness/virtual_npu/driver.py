@@ -51,6 +51,15 @@ class Recording:
         return sum(kernel.cycles or 0.0 for kernel in self.kernels)
 
     @property
+    def notes(self) -> list[str]:
+        """What the launches say beside values and times (lost time), each once."""
+        return list(
+            dict.fromkeys(
+                f"{kernel.name}: {text}" for kernel in self.kernels for text in kernel.report.get("notes", ())
+            )
+        )
+
+    @property
     def cube_utilisation(self) -> float | None:
         """Ideal multiply-accumulate cycles over all cycles of the busiest core, 0 to 1."""
         if not self.cycles:

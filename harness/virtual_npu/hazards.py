@@ -10,11 +10,17 @@ a write after a read: bishengir inserts one for each of the three (AscendNPU-IR,
 InjectSync/SyncAnalysis.cpp, IsMemInfoHasDependency), except on the scalar unit and the
 matrix unit (IsNoNeedToInsertSync: lib/Template's LocalMmad.cpp places its own barrier, only
 for small products). Programs of different blocks are never ordered.
+
+Where the compiler did not split a tile over the two vector cores, both store the same bytes
+of global memory without an order between them. That is no race where it is the same store
+of both (op and how often it ran), plain and not accumulating, and the second one changes no
+byte; a core may then read what it stored itself. Everything else about these bytes needs an
+order with both cores.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +33,29 @@ from .hivm import Op
 from .memory import Memory, View
 from .ops import PIPES, lookup
 from .ops_cube import L0_BYTES, k_parts
+from .split import STORE
 
 QUEUES = len(PIPES)
 INDEX = {pipe: number for number, pipe in enumerate(PIPES)}
 PAGE = 1 << 14  # bytes; regions of a large memory are found by page
-_NOTHING: dict[int, Any] = {}
 ORDERED = (INDEX["M"], INDEX["S"])  # pipes whose own accesses to the same bytes stay in order
+
+
+@dataclass(frozen=True)
+class Access:
+    """An instruction of a pipe, by its number there.
+
+    Attributes:
+        store: for a plain store of a vector core that has a twin, the op's number and how
+            often the core ran it; for a read, that of the core's own store that it reads.
+        stored: the region of that store.
+    """
+
+    number: int
+    op: Op
+    tracker: Tracker
+    store: tuple[int, int] | None = None
+    stored: Region | None = None
 
 
 @dataclass(eq=False)
@@ -43,12 +66,20 @@ class Region:
     high: int
     key: tuple[Any, ...]
     overlaps: list[Region] = field(default_factory=list)
-    writers: dict[int, tuple[int, Op, Tracker]] = field(default_factory=dict)
-    readers: dict[int, tuple[int, Op, Tracker]] = field(default_factory=dict)
+    writers: dict[int, Access] = field(default_factory=dict)
+    readers: dict[int, Access] = field(default_factory=dict)
+    own_readers: dict[int, Access] = field(default_factory=dict)  # of what the reading core stored itself
 
     def forget(self) -> None:
         self.writers.clear()
         self.readers.clear()
+        self.own_readers.clear()
+
+    def bytes_of(self, memory: Memory) -> np.ndarray:
+        """A copy of the region's bytes."""
+        low, run, dims = self.key
+        shape, strides = (*(size for size, _ in dims), run), (*(stride for _, stride in dims), 1)
+        return np.ndarray(shape, np.uint8, memory.data, low, strides).copy()
 
 
 def _segments(key: tuple[Any, ...]) -> np.ndarray:
@@ -133,6 +164,7 @@ class Board:
         self.maps: dict[int, RegionMap] = {}
         self.trackers: list[Tracker] = []
         self.block = 0
+        self.repeated: Counter[str] = Counter()  # stores that both vector cores did, by line
 
     def map_of(self, memory: Memory) -> RegionMap:
         found = self.maps.get(id(memory))
@@ -162,6 +194,7 @@ class Tracker:
         board.trackers.append(self)
         self.l0 = {side: Memory(f"{side} of {name}", side, L0_BYTES) for side in ("l0a", "l0b")}
         self.peers: list[Tracker] = []
+        self.twin: Tracker | None = None  # the other vector core of the block
         self.costs = Costs()
         self.cycles = 0.0  # work behind the core, for the "timed" schedule
         self._cycles: dict[int, float] = {}
@@ -172,6 +205,9 @@ class Tracker:
         self.count = [0] * QUEUES
         self.flags: dict[int, deque[list[int]]] = {}
         self.received: list[dict[int, deque[list[int]]]] = [{}, {}]
+        self.stores: Counter[int] = Counter()
+        self.store: tuple[int, int] | None = None  # the plain store that is being looked at
+        self.repeats: list[tuple[Memory, Region, np.ndarray, Op, Access]] = []
         for memory in self.l0.values():
             self.board.map_of(memory).forget()
 
@@ -241,8 +277,23 @@ class Tracker:
 
     def _note(self, memory: Memory, region: Region, queue: int, op: Op, write: bool) -> None:
         """Remember an access."""
-        slot = self.board.block * len(self.known[queue]) + self.base + queue
-        (region.writers if write else region.readers)[slot] = (self.count[queue], op, self)
+        start = self.board.block * len(self.known[queue]) + self.base
+        slot = start + queue
+        if write:
+            region.writers[slot] = Access(self.count[queue], op, self, self.store, region)
+            if self.store is not None:  # earlier reads are not of this store
+                for other in region.overlaps:
+                    for reader in [key for key in other.own_readers if start <= key < start + QUEUES]:
+                        other.readers[reader] = other.own_readers.pop(reader)
+            return
+        read = Access(self.count[queue], op, self)
+        if self.twin is not None and memory.space == "gm":
+            own = [other.writers.get(start + INDEX["MTE3"]) for other in region.overlaps]
+            last = max((found for found in own if found is not None), key=lambda found: found.number, default=None)
+            if last is not None and last.store is not None:
+                region.own_readers[slot] = Access(read.number, op, self, last.store, last.stored)
+                return
+        region.readers[slot] = read
 
     def _check(self, memory: Memory, region: Region, queue: int, op: Op, write: bool) -> None:
         """Compare an access with earlier ones of overlapping regions."""
@@ -251,12 +302,41 @@ class Tracker:
         width = len(known)
         mine = self.base + queue if queue in ORDERED else -1
         for other in region.overlaps:
-            for earlier_writes, found in ((True, other.writers), (False, other.readers if write else _NOTHING)):
-                for slot, (number, earlier, tracker) in found.items():
+            readers = (other.readers, other.own_readers) if write else ()
+            for kind in (other.writers, *readers):
+                for slot, earlier in kind.items():
                     at, index = divmod(slot, width)
-                    if at == block and (known[index] >= number or index == mine):
+                    if at == block and (known[index] >= earlier.number or index == mine):
                         continue
-                    self._report(memory, region, op, queue, write, earlier, index, tracker, earlier_writes, at)
+                    writes = kind is other.writers
+                    if at == block and self._same_work(memory, region, other, op, write, earlier, writes):
+                        continue
+                    self._report(memory, region, op, queue, write, earlier, index, writes, at)
+
+    def _same_work(
+        self, memory: Memory, region: Region, other: Region, op: Op, write: bool, earlier: Access, earlier_writes: bool
+    ) -> bool:
+        """Whether two accesses without an order are the same work of both vector cores."""
+        if self.twin is None or earlier.tracker is not self.twin or earlier.store is None:
+            return False
+        if not write:  # the twin's store, after this core's own one
+            slot = self.board.block * len(self.known[0]) + self.base + INDEX["MTE3"]
+            own = other.writers.get(slot)
+            return own is not None and own.store == earlier.store
+        if earlier.store != self.store or earlier.stored is not region:
+            return False
+        if earlier_writes:  # this store must leave every byte as it is
+            self.repeats.append((memory, region, region.bytes_of(memory), op, earlier))
+        return True
+
+    def compare_repeats(self) -> None:
+        """After a store: where the twin did it too, no byte may have changed."""
+        for memory, region, before, op, earlier in self.repeats:
+            if not np.array_equal(region.bytes_of(memory), before):
+                index = earlier.tracker.base + INDEX["MTE3"]
+                self._report(memory, region, op, INDEX["MTE3"], True, earlier, index, True, self.board.block)
+            self.board.repeated[op.place] += 1
+        self.repeats.clear()
 
     def _report(
         self,
@@ -265,9 +345,8 @@ class Tracker:
         op: Op,
         queue: int,
         write: bool,
-        earlier: Op,
+        earlier: Access,
         index: int,
-        tracker: Tracker,
         earlier_writes: bool,
         block: int,
     ) -> None:
@@ -278,7 +357,7 @@ class Tracker:
         raise HazardError(
             f"race on bytes {region.low} to {region.high} of {memory.name}: "
             f"{op} ({self.name}, pipe {PIPES[queue]}) {doing(write)} them while "
-            f"{earlier} ({tracker.name}, pipe {PIPES[index % QUEUES]}{where}) {doing(earlier_writes)} "
+            f"{earlier.op} ({earlier.tracker.name}, pipe {PIPES[index % QUEUES]}{where}) {doing(earlier_writes)} "
             f"some of them; no flag or barrier orders the two"
         )
 
@@ -291,12 +370,17 @@ class Tracker:
             self._cycles[op.number] = self.costs.rough(op)
         self.cycles += self._cycles[op.number]
         reads, writes, scratch = entry.access(op)
+        self.store = None
+        if op.name == STORE and self.twin is not None and op.attrs.get("atomic_kind") in (None, "none"):
+            self.stores[op.number] += 1
+            self.store = (op.number, self.stores[op.number])
         self.access(
             op,
             entry.pipe(op),
             [operands[i] for i in reads],
             [operands[i] for i in (*writes, *scratch)],
         )
+        self.store = None
 
     def _half(self, side: str, half: int, double: bool, op: Op, queue: int, *, write: bool) -> None:
         size = L0_BYTES // 2 if double else L0_BYTES

@@ -74,8 +74,8 @@ def launch(
     capture = state.options.get("capture")
     if capture is not None:
         capture.append(Launch(program, values, grid, state))
-    run_values(program, values, grid, state)
-    return KernelRun(program.name, grid)
+    report: dict[str, Any] = {"notes": program.lost_time, **run_values(program, values, grid, state)}
+    return KernelRun(program.name, grid, report=report)
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,9 @@ def make_cores(program: Program, board: Board | None = None) -> list[Core]:
         for core in cores:
             assert core.tracker is not None
             core.tracker.peers = [peer.tracker for peer in core.peers if peer.tracker is not None]
+        twins = [core.tracker for core in cores if core.kind == "AIV" and core.tracker is not None]
+        if len(twins) == 2:
+            twins[0].twin, twins[1].twin = twins[1], twins[0]
     return cores
 
 
@@ -136,8 +139,14 @@ def core_arguments(
     return [hidden[kind] if kind in hidden else next(rest) for kind in kinds]
 
 
-def run_values(program: Program, values: list[Any], grid: tuple[int, int, int], state: State) -> None:
-    """Execute every program of the grid, core by core as the hardware would hand them out."""
+def run_values(
+    program: Program, values: list[Any], grid: tuple[int, int, int], state: State
+) -> dict[str, dict[str, int]]:
+    """Execute every program of the grid, core by core as the hardware would hand them out.
+
+    Returns:
+        With hazards, `repeated_stores`: how often both vector cores stored the same, by line.
+    """
     blocks = grid[0] * grid[1] * grid[2]
     # The compiled program finds its slice of the workspace by its block number.
     size = max(program.workspace_bytes, 0) * blocks
@@ -156,3 +165,4 @@ def run_values(program: Program, values: list[Any], grid: tuple[int, int, int], 
             if board is not None:
                 board.start_block(block, [memory for core in cores for memory in core.memories.values()])
             run_block(cores, arguments, block, blocks, schedule)
+    return {} if board is None else {"repeated_stores": dict(board.repeated)}

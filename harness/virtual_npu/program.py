@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 
 from .errors import DroppedSyncError, UnknownOpError
 from .hivm import Function, Module, read
+from .split import unsplit
 from .values import Code, compile_values
 
 
@@ -77,6 +78,13 @@ class Program:
     def vector_only(self) -> bool:
         """A kernel without cube work runs one program on each vector core."""
         return set(self.functions) == {"AIV"}
+
+    @cached_property
+    def lost_time(self) -> list[str]:
+        """What both vector cores of a kernel with cube work do twice, line by line."""
+        if self.vector_only or "AIV" not in self.functions:
+            return []
+        return list(dict.fromkeys(str(store) for store in unsplit(self.functions["AIV"])))
 
     @cached_property
     def values(self) -> dict[str, Code]:

@@ -1043,6 +1043,7 @@ def time_launch(
             "hbm_share": {str(k): round(v, 4) for k, v in share.items()},
             "workspace_bytes": program.workspace_bytes * blocks,
             "lines": _by_line(timed),
+            "notes": program.lost_time,
         }
     )
     return KernelRun(program.name, grid, cycles, cycles / constants["chip"]["clock_hz"] * 1e3, report)

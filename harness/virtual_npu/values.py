@@ -33,6 +33,7 @@ from .memory import (
 )
 from .ops import PIPES, lookup
 from .scalars import HELPERS
+from .split import STORE
 
 LOCAL_BYTES = {"ub": 196608, "cbuf": 524288, "cc": 131072}  # Ascend910B3 platform file
 EVENTS = 8  # event ids for each pair of pipes (CANN SetFlag/WaitFlag)
@@ -197,6 +198,8 @@ class ValueLowering(Lowering):
             lookup(op)
             self.track(indent, f"device(ops[{op.number}], ({', '.join(operands)},))", op)
             self.emit(indent, f"k{op.number}({', '.join(operands)})", op)
+            if op.name == STORE:
+                self.track(indent, "compare_repeats()", op)
 
     def _mmad(self, op: Op, operands: list[str], indent: int) -> None:
         """The macro raises flags inside itself (its trailing operands: waits for A and B,
