@@ -1,13 +1,11 @@
-"""The two devices: a real NPU through torch_npu, where time is measured, and the virtual NPU,
-where time is predicted. Both run the same calls with the same arguments."""
+"""The devices: accelerators, where time is measured (`measured.py`), and the virtual NPU,
+where time is predicted. All run the same calls with the same arguments."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,11 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import virtual_npu
+from .measured import ACCELERATORS, Call, MeasuredDevice, Shapes
 
-KINDS = ("npu", "virtual")
-WARM_UPS, REPEATS = 5, 30  # the contest's
+KINDS = (*ACCELERATORS, "virtual")
 SMALL_ELEMENTS = 1 << 16
-Call = Callable[[Mapping[str, torch.Tensor]], Any]
 
 
 class NotTimedError(RuntimeError):
@@ -38,53 +35,40 @@ class Timing:
 
 
 class Device(Protocol):
-    """What the worker asks of a device."""
+    """What the worker asks of every device."""
 
     kind: str
 
     def describe(self) -> dict[str, str]:
-        """kind, name, compiler and time ("predicted" or "measured")."""
+        """kind, name, compiler, time ("predicted" or "measured"), and warning where there is one."""
 
     def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, tuple[str, ...] | None]:
         """Run a call on CPU inputs; returns what it returned, on the CPU, and the names of the
         kernels that ran, where known."""
 
-    def time(self, call: Call, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Timing:
-        """Time a call on inputs of those shapes and dtypes."""
-
 
 def choose() -> str:
-    """ "npu" when torch_npu sees one, else "virtual"; the environment variable DEVICE overrides.
+    """The first accelerator that is there and may be chosen, else "virtual"; the environment
+    variable DEVICE overrides.
 
     Raises:
-        ValueError: DEVICE is something else, or "npu" where torch_npu sees none.
+        ValueError: DEVICE is something else, or an accelerator that is not there.
     """
     wanted = os.environ.get("DEVICE", "")
-    if wanted and wanted not in KINDS:
+    if not wanted:
+        return next((kind for kind, one in ACCELERATORS.items() if one.chosen and one.present()), "virtual")
+    if wanted not in KINDS:
         raise ValueError(f"DEVICE must be one of {', '.join(KINDS)}, got {wanted!r}")
-    if wanted == "virtual":
-        return "virtual"
-    present = _npu_present()
-    if wanted == "npu" and not present:
-        raise ValueError("DEVICE is npu, but torch_npu is not installed or sees no NPU")
-    return "npu" if present else "virtual"
+    if wanted != "virtual" and not ACCELERATORS[wanted].present():
+        raise ValueError(f"DEVICE is {wanted}, but torch sees no such device")
+    return wanted
 
 
-def _npu_present() -> bool:
-    if importlib.util.find_spec("torch_npu") is None:
-        return False
-    try:
-        import torch_npu  # noqa: F401
-    except (ImportError, OSError):  # CANN is not installed, or its environment is not set
-        return False
-    return bool(torch.npu.is_available())  # type: ignore[attr-defined]
-
-
-def open_device(kind: str, release: str) -> Device:
+def open_device(kind: str, release: str) -> VirtualDevice | MeasuredDevice:
     """The device of that kind in this process.
 
     Args:
-        kind: "npu" or "virtual".
+        kind: a key of `ACCELERATORS`, or "virtual".
         release: bishengir release of the virtual NPU; a real NPU uses the one of its CANN.
 
     Raises:
@@ -92,7 +76,7 @@ def open_device(kind: str, release: str) -> Device:
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    return RealDevice() if kind == "npu" else VirtualDevice(release)
+    return VirtualDevice(release) if kind == "virtual" else MeasuredDevice(ACCELERATORS[kind])
 
 
 def _package(name: str) -> str:
@@ -188,8 +172,9 @@ class VirtualDevice:
             returned = call(inputs)
         return returned, _names(recording)
 
-    def time(self, call: Call, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Timing:
-        """As `Device.time`; the tensors' memory is never touched."""
+    def time(self, call: Call, shapes: Shapes) -> Timing:
+        """Predict the time of a call on inputs of those shapes and dtypes; the tensors' memory
+        is never touched."""
         inputs = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
         device = virtual_npu.run(mode="timing", release=self.release, cores=virtual_npu.CORES)
         with device as recording, _HostOps() as host:
@@ -204,50 +189,3 @@ class VirtualDevice:
         utilisation = recording.cube_utilisation
         cube = None if utilisation is None else utilisation * share
         return Timing(recording.ms / share, cube, _names(recording), tuple(recording.notes))
-
-
-class RealDevice:
-    """An NPU through torch_npu: 5 warm-ups, 30 repeats between events, the median."""
-
-    kind = "npu"
-
-    def __init__(self) -> None:
-        import torch_npu  # noqa: F401
-
-        self.npu: Any = torch.npu  # type: ignore[attr-defined]
-
-    def describe(self) -> dict[str, str]:
-        """As `Device.describe`."""
-        name = str(self.npu.get_device_name(0))
-        return {
-            "kind": self.kind,
-            "name": name,
-            "compiler": f"{_package('triton-ascend')}, {_package('torch-npu')}",
-            "time": "measured",
-        }
-
-    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, tuple[str, ...] | None]:
-        """As `Device.values`; the chip has the cores that it has."""
-        moved = {name: tensor.npu() for name, tensor in inputs.items()}  # type: ignore[attr-defined]
-        returned = call(moved)
-        self.npu.synchronize()
-        for name, tensor in inputs.items():  # so that an overwritten input shows
-            tensor.copy_(moved[name].cpu())
-        if isinstance(returned, (tuple, list)):
-            return tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in returned), None
-        return returned, None
-
-    def time(self, call: Call, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Timing:
-        """As `Device.time`; inputs are random."""
-        inputs = {name: torch.randn(shape, device="npu").to(dtype) for name, (shape, dtype) in shapes.items()}
-        for _ in range(WARM_UPS):
-            call(inputs)
-        times = []
-        for _ in range(REPEATS):
-            start, end = self.npu.Event(enable_timing=True), self.npu.Event(enable_timing=True)
-            start.record()
-            call(inputs)
-            end.record()
-            self.npu.synchronize()
-            times.append(float(start.elapsed_time(end)))
-        return Timing(statistics.median(times))

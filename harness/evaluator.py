@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import queue
+import random
 import secrets
+import statistics
 import tempfile
 import threading
 import time
@@ -23,6 +25,7 @@ import torch
 
 from .checks import OUTPUTS, Verdict, expected, form_fault, judge
 from .configs import Case, heads_to_check, input_rule, make_inputs, seed_for, work_of_head
+from .measured import SPREAD, enough, spread
 from .measures import Measures, merge
 from .process import Child, ChildCrash, ChildTimeout
 from .reference import reference_fwd
@@ -31,6 +34,9 @@ from .results import CaseResult, Status
 MODES = ("check", "score")
 WORK = 40.0  # bound of the values of a case, in heads with n=1024 and d=64; see heads_to_check
 CHUNK_ELEMENTS = 1 << 24  # of one tensor, when all heads are checked chunk by chunk
+PLACES, SAMPLES = 1 << 20, 2  # of timed calls: first part of their seeds, inputs that take turns
+PEAK_FLOPS = 294.9e12  # of the chip that the virtual NPU models
+LEAST_WORK = 0.98  # of a case's multiply-adds must be seen in a timed call on the virtual NPU
 PUBLISHED = "vendor, published"
 MEASURED = "vendor, same run"
 TEXTBOOK = "textbook, same run"
@@ -41,11 +47,11 @@ class Settings:
     """How to evaluate.
 
     Attributes:
-        device: "virtual" or "npu".
+        device: "virtual" or an accelerator, see `devices.KINDS`.
         release: bishengir release of the virtual NPU, "1.1.0" or "1.2.0".
         mode: "check", or "score" to time what passed too.
         full: check all heads.
-        jobs: cases at a time; an NPU takes one.
+        jobs: cases at a time; an accelerator takes one.
         seconds: time limit of one call of a child.
         memory_bytes: memory limit of one child.
         public_seed, secret_seed: of the inputs.
@@ -126,7 +132,13 @@ class Evaluator:
         self.checked_kernels = set()
         result = self._checked(case)
         if result.status is Status.PASSED and self.settings.mode == "score" and case.kind == "performance":
-            result = self._timed(result)
+            try:
+                result = self._predicted(result) if self.settings.device == "virtual" else self._measured(result)
+            except _Fault as fault:
+                result = dataclasses.replace(result, status=fault.status, message=f"when timed: {fault}")
+            except Exception as error:  # what a child wrote is not to be trusted
+                text = f"when timed: its answer could not be used: {type(error).__name__}: {error}"
+                result = dataclasses.replace(result, status=Status.RUNTIME_ERROR, message=text)
         return dataclasses.replace(result, seconds=time.monotonic() - start)
 
     def _ask(self, child: Child, request: dict[str, Any]) -> dict[str, Any]:
@@ -178,12 +190,18 @@ class Evaluator:
             vs_torch=_finite(together.vs_torch) if together else None,
         )
 
-    def _check_part(self, case: Case, part: int, z: int, h: int, large: bool) -> Verdict:
-        settings = self.settings
-        inputs = make_inputs(case, z, h, seed_for(case, settings.public_seed, settings.secret_seed, part), large)
+    def _inputs(self, case: Case, part: int, z: int, h: int, large: bool = False) -> dict[str, torch.Tensor]:
+        """Fresh inputs, in the backward with the forward's exact results."""
+        seed = seed_for(case, self.settings.public_seed, self.settings.secret_seed, part)
+        inputs = make_inputs(case, z, h, seed, large)
         if case.suite == "backward":
             out, lse = reference_fwd(inputs["q"], inputs["k"], inputs["v"], case.causal, input_rule().sm_scale)
             inputs |= {"out": out.to(case.torch_dtype), "lse": lse.float()}
+        return inputs
+
+    def _check_part(self, case: Case, part: int, z: int, h: int, large: bool) -> Verdict:
+        settings = self.settings
+        inputs = self._inputs(case, part, z, h, large)
         form = [[list(shape), str(dtype)] for shape, dtype in expected(case, z, h).values()]
         with tempfile.TemporaryDirectory(prefix="check-") as folder:
             files = {"inputs": f"{folder}/inputs.pt", "outputs": f"{folder}/outputs.pt"}
@@ -201,48 +219,128 @@ class Evaluator:
             return Verdict(Status.RUNTIME_ERROR, "no Triton kernel was launched", verdict.measures)
         return verdict
 
-    def _timed(self, result: CaseResult) -> CaseResult:
-        """Time the submission, the textbook and, on an NPU, the vendor's operator."""
-        case = result.case
+    def _time_request(self, case: Case) -> dict[str, Any]:
         dtype = str(case.torch_dtype).removeprefix("torch.")
         full = (case.z, case.h, case.n, case.d)
         shapes: dict[str, Any] = dict.fromkeys(("q", "k", "v"), (full, dtype))
         if case.suite == "backward":
             shapes |= {"dout": (full, dtype), "out": (full, dtype), "lse": (full[:3], "float32")}
-        request = {**self._request("time", case), "shapes": shapes}
-        try:
-            own = self._ask(self.child, request)
-        except _Fault as fault:
-            return dataclasses.replace(result, status=fault.status, message=f"when timed: {fault}")
+        return {**self._request("time", case), "shapes": shapes}
+
+    def _predicted(self, result: CaseResult) -> CaseResult:
+        """Predict the time of the submission and of the textbook on the virtual NPU."""
+        case, request = result.case, self._time_request(result.case)
+        own = self._ask(self.child, request)
         unchecked = sorted(set(own["kernels"] or ()) - self.checked_kernels)
         if unchecked:
-            text = f"timed {', '.join(unchecked)}, which the check on fewer heads did not run"
-            return dataclasses.replace(result, status=Status.RUNTIME_ERROR, message=text)
+            text = f"ran {', '.join(unchecked)}, which the check on fewer heads did not run"
+            raise _Fault(Status.RUNTIME_ERROR, text)
+        ms, share = _time(own["ms"]), float(own["cube_utilisation"])
+        done = share * ms * 1e-3 * PEAK_FLOPS / case.flops
+        if done < LEAST_WORK:
+            text = f"the matrix unit did {done:.1%} of the multiply-adds that the case needs"
+            raise _Fault(Status.RUNTIME_ERROR, text)
         notes, textbook_ms = list(own["notes"]), None
         try:
             textbook_ms = float(self._ask(self.trusted, {**request, "path": "", "baseline": "textbook"})["ms"])
         except _Fault as fault:
             notes.append(f"no textbook time: {fault.status.value}: {fault}")
-        baseline, baseline_ms = "", None
-        if self.settings.device == "npu":
-            try:
-                baseline_ms = float(self._ask(self.trusted, {**request, "path": "", "baseline": "vendor"})["ms"])
-                baseline = MEASURED
-            except _Fault as fault:
-                notes.append(f"no vendor time: {fault.status.value}: {fault}")
-        if baseline_ms is None and case.baseline_ms is not None:
-            baseline, baseline_ms = PUBLISHED, case.baseline_ms
-        if baseline_ms is None and textbook_ms is not None:
-            baseline, baseline_ms = TEXTBOOK, textbook_ms
+        timed = _with_baseline(result, None, textbook_ms)
+        return dataclasses.replace(timed, ms=ms, cube_utilisation=share, message="; ".join(notes))
+
+    def _measured(self, result: CaseResult) -> CaseResult:
+        """Time the submission, the vendor's operator and the textbook, repeat by repeat in turn,
+        and compare the outputs of the timed calls with the reference."""
+        case = result.case
+        generator = random.Random(seed_for(case, self.settings.public_seed, self.settings.secret_seed, PLACES))
+        z, h = heads_to_check(case, self.settings.work / 4, most=4)
+        inputs = [self._inputs(case, PLACES + sample + 1, z, h) for sample in range(SAMPLES)]
+        places = generator.sample(range(case.heads), z * h)
+        children = {"own": self.child, "vendor": self.trusted, "textbook": self.trusted}
+        notes: list[str] = []
+        times: dict[str, list[float]] = {}
+        with tempfile.TemporaryDirectory(prefix="time-") as folder:
+            files = {name: f"{folder}/{name}.pt" for name in ("samples", *children)}
+            torch.save([{name: x.flatten(0, 1) for name, x in one.items()} for one in inputs], files["samples"])
+            request = {**self._time_request(case), "op": "ready", "samples": files["samples"], "places": places}
+            peak = self._ask(self.child, {**request, "key": "own"})["peak_flops"]
+            times["own"] = []
+            for key in ("vendor", "textbook"):
+                try:
+                    self._ask(self.trusted, {**request, "key": key, "path": "", "baseline": key})
+                    times[key] = []
+                except _Fault as fault:
+                    notes.append(f"no {key} time: {fault.status.value}: {fault}")
+            while not enough(times):
+                for key in list(times)[:: 1 if len(times["own"]) % 2 else -1]:  # a drift favours none
+                    try:
+                        one = self._ask(children[key], {"op": "repeat", "key": key})
+                    except _Fault as fault:
+                        if key == "own":
+                            raise
+                        notes.append(f"no {key} time: {fault.status.value}: {fault}")
+                        del times[key]
+                        continue
+                    if key == "own" and one["fault"]:
+                        raise _Fault(Status.NUMERICAL, str(one["fault"]))
+                    times[key].append(_time(one["ms"]))
+            for key in times:
+                self._ask(children[key], {"op": "finish", "key": key, "outputs": files[key]})
+            verdict = self._judge_timed(case, (z, h), inputs, files["own"])
+        if verdict.status is not Status.PASSED:
+            raise _Fault(verdict.status, verdict.message)
+        medians = {key: statistics.median(own) for key, own in times.items()}
+        share = case.flops / (medians["own"] * 1e-3 * peak) if peak else None
+        if share is not None and share > 1:
+            raise _Fault(Status.RUNTIME_ERROR, f"{medians['own']:.3g} ms are faster than the chip's peak allows")
+        notes += [
+            f"times of {key} spread {spread(own):.0%} over {len(own)} repeats"
+            for key, own in times.items()
+            if spread(own) > SPREAD
+        ]
         return dataclasses.replace(
-            result,
-            ms=float(own["ms"]),
-            cube_utilisation=own["cube_utilisation"],
-            textbook_ms=textbook_ms,
-            baseline=baseline,
-            baseline_ms=baseline_ms,
+            _with_baseline(result, medians.get("vendor"), medians.get("textbook")),
+            ms=medians["own"],
+            spread=spread(times["own"]),
+            cube_utilisation=share,
             message="; ".join(notes),
         )
+
+    def _judge_timed(
+        self, case: Case, heads: tuple[int, int], inputs: Sequence[dict[str, torch.Tensor]], path: str
+    ) -> Verdict:
+        """Outputs of the timed calls, for the heads whose inputs the parent chose."""
+        saved = torch.load(path, weights_only=True)
+        for given, outputs in zip(inputs, saved, strict=True):
+            wrong = form_fault(case, *heads, [[[*heads, *x.shape[1:]], str(x.dtype)] for x in outputs])
+            if wrong is not None:
+                return wrong
+            shaped = [x.unflatten(0, heads) for x in outputs]
+            verdict = judge(case, given, given, dict(zip(OUTPUTS[case.suite], shaped, strict=True)))
+            if verdict.status is not Status.PASSED:
+                return verdict
+        return Verdict(Status.PASSED)
+
+
+def _with_baseline(result: CaseResult, vendor_ms: float | None, textbook_ms: float | None) -> CaseResult:
+    """The best baseline there is: the vendor's operator of the same run, its published time,
+    the textbook of the same run."""
+    baseline, baseline_ms = "", None
+    if vendor_ms is not None:
+        baseline, baseline_ms = MEASURED, vendor_ms
+    elif result.case.baseline_ms is not None:
+        baseline, baseline_ms = PUBLISHED, result.case.baseline_ms
+    elif textbook_ms is not None:
+        baseline, baseline_ms = TEXTBOOK, textbook_ms
+    return dataclasses.replace(result, baseline=baseline, baseline_ms=baseline_ms, textbook_ms=textbook_ms)
+
+
+def _time(value: Any) -> float:
+    """A time that a child reports, in ms."""
+    ms = float(value)
+    if not (math.isfinite(ms) and ms > 0):
+        raise _Fault(Status.RUNTIME_ERROR, f"its time is {ms} ms")
+    return ms
 
 
 def _finite(value: float | None) -> float | None:

@@ -37,6 +37,7 @@ class CaseResult:
         message: what is wrong; for a passed case empty, or notes: lost time, a missing comparison time.
         heads_checked: how many of case.heads had their values compared.
         ms: milliseconds of the submission at the full official shape, or None.
+        spread: of measured times, distance between the quartiles over the median; else None.
         baseline: what baseline_ms is, in words; "" when there is none.
         baseline_ms, textbook_ms: milliseconds, or None.
         cube_utilisation: ideal cube time over all time, 0 to 1, or None.
@@ -51,6 +52,7 @@ class CaseResult:
     message: str = ""
     heads_checked: int = 0
     ms: float | None = None
+    spread: float | None = None
     baseline: str = ""
     baseline_ms: float | None = None
     textbook_ms: float | None = None

@@ -2,10 +2,14 @@
 the answer is one JSON line on the pipe whose number is the first argument.
 
     {"op": "describe"}
-    {"op": "values", "suite", "path", "causal", "sm_scale", "cores", "inputs", "outputs", "expected"}
-    {"op": "time", "suite", "path" | "baseline", "causal", "sm_scale", "shapes"}
+    {"op": "values", "suite", "path" | "baseline", "causal", "sm_scale", "cores", "inputs", "outputs", "expected"}
+    {"op": "time", "suite", "path" | "baseline", "causal", "sm_scale", "shapes"}      virtual NPU
+    {"op": "ready", "key", as "time", "samples", "places"}                            accelerator
+    {"op": "repeat", "key"}
+    {"op": "finish", "key", "outputs"}
 
-`inputs` and `outputs` name files of tensors. Nothing here decides whether an output is right.
+`inputs`, `outputs` and `samples` name files of tensors. Nothing here decides whether an output
+is right.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .measured import TimedCall
 
 MESSAGE_LIMIT = 4000
 _PR_SET_PDEATHSIG = 1
@@ -44,11 +51,13 @@ class Failure(Exception):
 
 def status_of(error: BaseException) -> str:
     """The status that an exception of a submission stands for."""
-    from triton.compiler.errors import CompilationError, MLIRCompilationError
+    from triton.compiler import errors
 
     from . import virtual_npu
 
-    if isinstance(error, (virtual_npu.CompileError, CompilationError, MLIRCompilationError)):
+    compile_errors = [virtual_npu.CompileError, errors.CompilationError]
+    compile_errors += [getattr(errors, "MLIRCompilationError", errors.CompilationError)]  # of triton-ascend only
+    if isinstance(error, tuple(compile_errors)):
         return "compile error"
     if isinstance(error, (virtual_npu.HazardError, virtual_npu.UninitialisedReadError)):
         return "hazard"
@@ -82,17 +91,23 @@ class Worker:
         poison.install()  # before any submission can import torch.empty by name
         self.device = open_device(kind, release)
         self.loaded: dict[tuple[str, str], Callable[..., Any]] = {}
+        self.timed: dict[str, TimedCall] = {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one request; exceptions of the submission become a status."""
         try:
             if request["op"] == "describe":
                 return {"device": self.device.describe()}
-            if request["op"] == "values":
-                return self.values(request)
-            if request["op"] == "time":
-                return self.time(request)
-            raise ValueError(f"op must be describe, values or time, got {request['op']!r}")
+            steps = {
+                "values": self.values,
+                "time": self.time,
+                "ready": self.ready,
+                "repeat": self.repeat,
+                "finish": self.finish,
+            }
+            if request["op"] not in steps:
+                raise ValueError(f"op must be describe, {', '.join(steps)}, got {request['op']!r}")
+            return steps[request["op"]](request)
         except Failure as failure:
             return {"status": failure.status, "message": str(failure)[:MESSAGE_LIMIT]}
         except BaseException as error:  # a submission may raise anything, SystemExit too
@@ -110,11 +125,13 @@ class Worker:
         return self.loaded[key]
 
     def _call(self, request: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
-        from .baselines import baseline
+        from .baselines import baseline, outputs
 
         causal, sm_scale = bool(request["causal"]), float(request["sm_scale"])
         if request.get("baseline"):
-            return baseline(request["baseline"], request["suite"], causal, sm_scale)
+            name, suite, kind = request["baseline"], request["suite"], self.device.kind
+            call = baseline(name, suite, causal, sm_scale, kind)
+            return (lambda x: outputs(name, suite, kind, call(x))) if request["op"] == "values" else call
         function = self._function(request)
         if request["suite"] == "forward":
             return lambda x: function(x["q"], x["k"], x["v"], causal, sm_scale)
@@ -137,12 +154,45 @@ class Worker:
         return {"returned": described, "kernels": kernels}
 
     def time(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Time on inputs of the given shapes."""
+        """Predict the time on inputs of the given shapes."""
+        from .devices import VirtualDevice
+
+        if not isinstance(self.device, VirtualDevice):
+            raise ValueError(f"op time needs the virtual NPU, got {self.device.kind}")
+        return dataclasses.asdict(self.device.time(self._call(request), _shapes(request)))
+
+    def ready(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Get a call ready to be timed, under a key: inputs on the device, warmed up."""
         import torch
 
-        shapes = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in request["shapes"].items()}
-        timing = self.device.time(self._call(request), shapes)
-        return dataclasses.asdict(timing)
+        from .measured import MeasuredDevice
+
+        if not isinstance(self.device, MeasuredDevice):
+            raise ValueError(f"op ready needs an accelerator, got {self.device.kind}")
+        self.timed.pop(request["key"], None)
+        samples = torch.load(request["samples"], weights_only=True)
+        call = self._call(request)
+        self.timed[request["key"]] = self.device.ready(call, _shapes(request), samples, request["places"])
+        return {"peak_flops": self.device.accelerator.peak_flops()}
+
+    def repeat(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """One timed repeat."""
+        one = self.timed[request["key"]].repeat()
+        return {"ms": one.ms, "fault": one.fault}
+
+    def finish(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the outputs of the planted heads and let go of the call."""
+        import torch
+
+        outputs = self.timed.pop(request["key"]).outputs()
+        torch.save(outputs, request["outputs"])
+        return {"returned": [_describe_returned(one) for one in outputs]}
+
+
+def _shapes(request: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    import torch
+
+    return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in request["shapes"].items()}
 
 
 def _describe_returned(returned: Any) -> Any:

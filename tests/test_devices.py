@@ -96,7 +96,7 @@ def test_no_kernel_no_time(device) -> None:
 
 
 def test_open_device_refuses() -> None:
-    with pytest.raises(ValueError, match="kind must be one of npu, virtual, got 'tpu'"):
+    with pytest.raises(ValueError, match=r"kind must be one of npu, .*virtual, got 'tpu'"):
         open_device("tpu", "1.1.0")
     with pytest.raises(ValueError, match=r"release must be one of 1\.1\.0, 1\.2\.0, got '2'"):
         open_device("virtual", "2")

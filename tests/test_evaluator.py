@@ -3,6 +3,7 @@ here depends on the kernels; each wrong one is wrong for causal calls only."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,9 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import devices
 from harness.configs import Case
+from harness.devices import choose
 from harness.evaluator import Evaluator, Settings, chunks, evaluate
+from harness.measured import ACCELERATORS
 from harness.process import Child, ChildCrash, ChildTimeout
 from harness.results import Status
 
@@ -170,7 +172,7 @@ def test_only_kernels_that_were_checked_are_timed() -> None:
     (result,) = evaluate([_timed_case()], {"forward": path}, _settings(mode="score", kernels_required=True))
     assert result.status is S.RUNTIME_ERROR
     assert result.ms is None
-    assert "timed copying_kernel, which the check on fewer heads did not run" in result.message
+    assert "ran copying_kernel, which the check on fewer heads did not run" in result.message
 
 
 def test_all_heads() -> None:
@@ -291,23 +293,28 @@ def test_child_limits_and_restart() -> None:
     assert not psutil.pid_exists(process.pid)
 
 
+def _npu_is(present: bool, monkeypatch) -> None:
+    npu = dataclasses.replace(ACCELERATORS["npu"], present=lambda: present)
+    monkeypatch.setitem(ACCELERATORS, "npu", npu)
+
+
 @pytest.mark.parametrize(("wanted", "kind"), [("virtual", "virtual"), ("", "virtual")])
 def test_device_choice(wanted: str, kind: str, monkeypatch) -> None:
     monkeypatch.setenv("DEVICE", wanted)
-    monkeypatch.setattr(devices, "_npu_present", lambda: False)
-    assert devices.choose() == kind
+    _npu_is(False, monkeypatch)
+    assert choose() == kind
 
 
 def test_device_choice_npu(monkeypatch) -> None:
-    monkeypatch.setattr(devices, "_npu_present", lambda: True)
+    _npu_is(True, monkeypatch)
     monkeypatch.delenv("DEVICE", raising=False)
-    assert devices.choose() == "npu"
+    assert choose() == "npu"
     monkeypatch.setenv("DEVICE", "virtual")
-    assert devices.choose() == "virtual"
-    monkeypatch.setattr(devices, "_npu_present", lambda: False)
+    assert choose() == "virtual"
+    _npu_is(False, monkeypatch)
     monkeypatch.setenv("DEVICE", "npu")
-    with pytest.raises(ValueError, match="DEVICE is npu, but torch_npu"):
-        devices.choose()
-    monkeypatch.setenv("DEVICE", "gpu")
-    with pytest.raises(ValueError, match="DEVICE must be one of npu, virtual, got 'gpu'"):
-        devices.choose()
+    with pytest.raises(ValueError, match="DEVICE is npu, but torch sees no such device"):
+        choose()
+    monkeypatch.setenv("DEVICE", "tpu")
+    with pytest.raises(ValueError, match=r"DEVICE must be one of npu, .*virtual, got 'tpu'"):
+        choose()
