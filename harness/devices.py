@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import virtual_npu
+from .launches import recorded_launches
 from .measured import ACCELERATORS, Call, MeasuredDevice, Shapes
 
 KINDS = (*ACCELERATORS, "virtual")
@@ -26,7 +27,7 @@ class NotTimedError(RuntimeError):
 @dataclass(frozen=True)
 class Timing:
     """Time of one call: milliseconds, and where known the cube's ideal share of it (0 to 1), the
-    names of the kernels that ran, and notes on them for the reader."""
+    kernels that it launched, and notes on them for the reader."""
 
     ms: float
     cube_utilisation: float | None = None
@@ -42,9 +43,9 @@ class Device(Protocol):
     def describe(self) -> dict[str, str]:
         """kind, name, compiler, time ("predicted" or "measured"), and warning where there is one."""
 
-    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, tuple[str, ...] | None]:
-        """Run a call on CPU inputs; returns what it returned, on the CPU, and the names of the
-        kernels that ran, where known."""
+    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, tuple[str, ...]]:
+        """Run a call on CPU inputs; returns what it returned, on the CPU, and the kernels that it
+        launched, as name(constexpr=value, ...)."""
 
 
 def choose() -> str:
@@ -143,10 +144,6 @@ class _HostOps(TorchDispatchMode):
         return float(sum(launch + size / bandwidth for size in self.ops))
 
 
-def _names(recording: virtual_npu.Recording) -> tuple[str, ...]:
-    return tuple(sorted({kernel.name for kernel in recording.kernels}))
-
-
 class VirtualDevice:
     """The model of a 910B3: the compiled kernels run in Python, time is predicted."""
 
@@ -166,18 +163,19 @@ class VirtualDevice:
             "time": "predicted",
         }
 
-    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, tuple[str, ...] | None]:
+    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, tuple[str, ...]]:
         """As `Device.values`, with every hazard an error."""
-        with virtual_npu.run(mode="values", release=self.release, cores=cores, hazards=True) as recording:
+        device = virtual_npu.run(mode="values", release=self.release, cores=cores, hazards=True)
+        with device, recorded_launches() as launches:
             returned = call(inputs)
-        return returned, _names(recording)
+        return returned, tuple(sorted(set(launches)))
 
     def time(self, call: Call, shapes: Shapes) -> Timing:
         """Predict the time of a call on inputs of those shapes and dtypes; the tensors' memory
         is never touched."""
         inputs = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
         device = virtual_npu.run(mode="timing", release=self.release, cores=virtual_npu.CORES)
-        with device as recording, _HostOps() as host:
+        with device as recording, recorded_launches() as launches, _HostOps() as host:
             call(inputs)
         if host.refused:  # also when the submission caught the error
             raise NotTimedError(host.refused)
@@ -188,4 +186,4 @@ class VirtualDevice:
         share = recording.cycles / (recording.cycles + host.cycles())
         utilisation = recording.cube_utilisation
         cube = None if utilisation is None else utilisation * share
-        return Timing(recording.ms / share, cube, _names(recording), tuple(recording.notes))
+        return Timing(recording.ms / share, cube, tuple(sorted(set(launches))), tuple(recording.notes))

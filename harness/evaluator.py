@@ -102,6 +102,7 @@ class Evaluator:
         options = (settings.device, settings.release, threads, settings.memory_bytes)
         self.child, self.trusted = Child(*options), Child(*options)
         self.checked_kernels: set[str] = set()  # of the current case
+        self.notes: list[str] = []  # of the current case
 
     def close(self) -> None:
         """End the children."""
@@ -129,7 +130,7 @@ class Evaluator:
         """Check a case and, in mode "score" and when it passed, time it. Never raises for what
         a submission does."""
         start = time.monotonic()
-        self.checked_kernels = set()
+        self.checked_kernels, self.notes = set(), []
         result = self._checked(case)
         if result.status is Status.PASSED and self.settings.mode == "score" and case.kind == "performance":
             try:
@@ -183,7 +184,7 @@ class Evaluator:
         return CaseResult(
             case,
             verdict.status,
-            verdict.message,
+            "; ".join([*filter(None, [verdict.message]), *self.notes]),
             heads_checked=min(heads, case.heads),
             max_abs_error=_finite(together.max_abs) if together else None,
             rms_error=_finite(together.rms) if together else None,
@@ -212,12 +213,30 @@ class Evaluator:
             if wrong is not None:
                 return wrong
             saved = torch.load(files["outputs"], weights_only=True)
-        self.checked_kernels |= set(answer["kernels"] or ())
-        outputs = dict(zip(OUTPUTS[case.suite], saved["outputs"], strict=True))
-        verdict = judge(case, inputs, saved["inputs"], outputs)
+            self.checked_kernels |= set(answer["kernels"] or ())
+            outputs = dict(zip(OUTPUTS[case.suite], saved["outputs"], strict=True))
+            verdict = judge(case, inputs, saved["inputs"], outputs)
+            if verdict.status is Status.PASSED and part == 0 and settings.device != "virtual":
+                self.notes += self._second_opinions(case, inputs, {**request, "path": ""})
         if verdict.status is Status.PASSED and settings.kernels_required and answer["kernels"] == []:
             return Verdict(Status.RUNTIME_ERROR, "no Triton kernel was launched", verdict.measures)
         return verdict
+
+    def _second_opinions(self, case: Case, inputs: dict[str, torch.Tensor], request: dict[str, Any]) -> Iterator[str]:
+        """What plain fp32 attention on the device and the vendor's operator make of the inputs,
+        where it is not what the reference says. Neither changes a verdict."""
+        for name in ("reference", "vendor"):
+            try:
+                answer = self._ask(self.trusted, {**request, "baseline": name})
+                if answer["returned"] != request["expected"]:
+                    yield f"second opinion: {name} on the device returned {answer['returned']}"
+                    continue
+                outputs = torch.load(request["outputs"], weights_only=True)["outputs"]
+                verdict = judge(case, inputs, inputs, dict(zip(OUTPUTS[case.suite], outputs, strict=True)))
+                if verdict.status is not Status.PASSED:
+                    yield f"second opinion: {name} on the device is {verdict.status.value}: {verdict.message}"
+            except _Fault as fault:
+                yield f"no second opinion: {name} on the device: {fault.status.value}: {fault}"
 
     def _time_request(self, case: Case) -> dict[str, Any]:
         dtype = str(case.torch_dtype).removeprefix("torch.")
@@ -240,7 +259,7 @@ class Evaluator:
         if done < LEAST_WORK:
             text = f"the matrix unit did {done:.1%} of the multiply-adds that the case needs"
             raise _Fault(Status.RUNTIME_ERROR, text)
-        notes, textbook_ms = list(own["notes"]), None
+        notes, textbook_ms = [*self.notes, *own["notes"]], None
         try:
             textbook_ms = float(self._ask(self.trusted, {**request, "path": "", "baseline": "textbook"})["ms"])
         except _Fault as fault:
@@ -257,7 +276,7 @@ class Evaluator:
         inputs = [self._inputs(case, PLACES + sample + 1, z, h) for sample in range(SAMPLES)]
         places = generator.sample(range(case.heads), z * h)
         children = {"own": self.child, "vendor": self.trusted, "textbook": self.trusted}
-        notes: list[str] = []
+        notes = self.notes
         times: dict[str, list[float]] = {}
         with tempfile.TemporaryDirectory(prefix="time-") as folder:
             files = {name: f"{folder}/{name}.pt" for name in ("samples", *children)}

@@ -20,6 +20,7 @@ import torch
 
 from . import npu
 from .configs import input_rule
+from .launches import recorded_launches
 
 WARM_UPS, REPEATS = 5, 30  # the contest's
 MOST_REPEATS = 120  # where the spread stays large
@@ -83,16 +84,18 @@ class MeasuredDevice:
         """As `devices.Device.describe`."""
         return {"kind": self.kind, **self.accelerator.describe(), "time": "measured"}
 
-    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, None]:
+    def values(self, call: Call, inputs: Mapping[str, torch.Tensor], cores: int) -> tuple[Any, tuple[str, ...]]:
         """As `devices.Device.values`; the chip has the cores that it has."""
         moved = {name: tensor.to(self.kind) for name, tensor in inputs.items()}
-        returned = call(moved)
+        with recorded_launches() as launches:
+            returned = call(moved)
         self.api.synchronize()
+        kernels = tuple(sorted(set(launches)))
         for name, tensor in inputs.items():  # so that an overwritten input shows
             tensor.copy_(moved[name].cpu())
         if isinstance(returned, (tuple, list)):
-            return tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in returned), None
-        return returned, None
+            return tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in returned), kernels
+        return returned, kernels
 
     def ready(
         self, call: Call, shapes: Shapes, samples: Sequence[Mapping[str, torch.Tensor]], places: Sequence[int]

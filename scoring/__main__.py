@@ -98,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
 
     console = make_console()
     console.print(f"device: {device['name']} ({device['kind']}), {device['compiler']}; times are {device['time']}")
+    if "warning" in device:
+        console.print(f"[yellow]warning:[/] {device['warning']}")
     timed = arguments.mode == "score"
     json_path: Path | None = arguments.json
     if json_path is None and timed and not arguments.case and arguments.suite == "all":

@@ -58,7 +58,7 @@ def test_a_fill_costs_a_launch_and_its_bytes(device, fill) -> None:
     cycles = constants["launch"]["kernel_cycles"] + 2**30 / constants["shared"]["hbm_bytes_per_cycle"]
     assert filled.ms - plain.ms == pytest.approx(_ms(cycles))
     assert filled.cube_utilisation * filled.ms == pytest.approx(plain.cube_utilisation * plain.ms)
-    assert filled.kernels == plain.kernels == ("small_fwd_kernel",)
+    assert filled.kernels == plain.kernels == ("small_fwd_kernel(CAUSAL=False, D=64, BM=32, BN=64)",)
 
 
 def test_a_small_op_costs_a_launch(device) -> None:

@@ -140,7 +140,7 @@ def test_spread_and_when_to_stop() -> None:
 def test_values_bring_back_changed_inputs(device) -> None:
     inputs = {"q": torch.ones(2, 2)}
     returned, kernels = device.values(lambda x: (x["q"].mul_(3), 7), inputs, 1)
-    assert kernels is None
+    assert kernels == ()
     assert torch.equal(returned[0], torch.full((2, 2), 3.0))
     assert returned[1] == 7
     assert torch.equal(inputs["q"], torch.full((2, 2), 3.0))
