@@ -641,7 +641,8 @@ def _forward_pipeline(q, k, v, causal, scale, cores):
         acc, stats,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         scale, h, z * h * n // rows, n,
-        CAUSAL=causal, GROUPS=n > group, D=d, **settings, **(_PIPELINE_OPTIONS if ASCEND.value else {"num_warps": 8, "num_stages": 1}),
+        CAUSAL=causal, GROUPS=n > group, D=d, **settings,
+        **(_PIPELINE_OPTIONS if ASCEND.value else {"num_warps": 8, "num_stages": 1}),
     )  # fmt: skip
     return out, lse
 
