@@ -133,9 +133,42 @@ def _npu_outputs(suite: str, returned: Any) -> tuple[torch.Tensor, ...]:
     return out, softmax_max[..., 0] + softmax_sum[..., 0].log()
 
 
+def _cuda(suite: str, causal: bool, sm_scale: float) -> Call:
+    """torch's scaled_dot_product_attention on its flash kernels, and its gradient."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def forward(x: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                x["q"], x["k"], x["v"], is_causal=causal, scale=sm_scale
+            )
+
+    if suite == "forward":
+        return forward
+    kept: dict[int, Any] = {}
+
+    def backward(x: Mapping[str, torch.Tensor]) -> Any:
+        if id(x["q"]) not in kept:  # as on an NPU, the forward runs in the first warm-up only
+            kept.clear()
+            leaves = {name: x[name].detach().requires_grad_() for name in ("q", "k", "v")}
+            kept[id(x["q"])] = forward(leaves), tuple(leaves.values())
+        out, leaves = kept[id(x["q"])]
+        return torch.autograd.grad(out, leaves, x["dout"], retain_graph=True)
+
+    return backward
+
+
+def _cuda_outputs(suite: str, returned: Any) -> tuple[torch.Tensor, ...]:
+    """Of the forward out only: this operator gives no lse."""
+    return (returned,) if suite == "forward" else tuple(returned)
+
+
 # By kind of device: the vendor's call, and what makes out, lse or dq, dk, dv of what it returns.
-VENDORS: dict[str, Callable[[str, bool, float], Call]] = {"npu": _npu}
-OUTPUTS: dict[str, Callable[[str, Any], tuple[torch.Tensor, ...]]] = {"npu": _npu_outputs}
+VENDORS: dict[str, Callable[[str, bool, float], Call]] = {"npu": _npu, "cuda": _cuda}
+OUTPUTS: dict[str, Callable[[str, Any], tuple[torch.Tensor, ...]]] = {
+    "npu": _npu_outputs,
+    "cuda": _cuda_outputs,
+}
 
 
 def outputs(name: str, suite: str, kind: str, returned: Any) -> Any:

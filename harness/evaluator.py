@@ -25,7 +25,7 @@ import torch
 
 from .checks import OUTPUTS, Verdict, expected, form_fault, judge
 from .configs import Case, heads_to_check, input_rule, make_inputs, seed_for, work_of_head
-from .measured import SPREAD, enough, spread
+from .measured import ACCELERATORS, SPREAD, enough, spread
 from .measures import Measures, merge
 from .process import Child, ChildCrash, ChildTimeout
 from .reference import reference_fwd
@@ -80,6 +80,11 @@ class Settings:
             raise ValueError(f"seconds must be above 0, got {self.seconds}")
 
 
+def judges(device: str) -> bool:
+    """Whether inputs are made and references computed on the device, so that all heads can be checked."""
+    return device in ACCELERATORS and ACCELERATORS[device].judges
+
+
 class _Fault(Exception):
     """A status that ends a case."""
 
@@ -101,6 +106,7 @@ class Evaluator:
         threads = max(1, torch.get_num_threads())
         options = (settings.device, settings.release, threads, settings.memory_bytes)
         self.child, self.trusted = Child(*options), Child(*options)
+        self.place = settings.device if judges(settings.device) else "cpu"  # of inputs and references
         self.checked_kernels: set[str] = set()  # of the current case
         self.notes: list[str] = []  # of the current case
 
@@ -194,7 +200,7 @@ class Evaluator:
     def _inputs(self, case: Case, part: int, z: int, h: int, large: bool = False) -> dict[str, torch.Tensor]:
         """Fresh inputs, in the backward with the forward's exact results."""
         seed = seed_for(case, self.settings.public_seed, self.settings.secret_seed, part)
-        inputs = make_inputs(case, z, h, seed, large)
+        inputs = make_inputs(case, z, h, seed, large, self.place)
         if case.suite == "backward":
             out, lse = reference_fwd(inputs["q"], inputs["k"], inputs["v"], case.causal, input_rule().sm_scale)
             inputs |= {"out": out.to(case.torch_dtype), "lse": lse.float()}
@@ -206,17 +212,17 @@ class Evaluator:
         form = [[list(shape), str(dtype)] for shape, dtype in expected(case, z, h).values()]
         with tempfile.TemporaryDirectory(prefix="check-") as folder:
             files = {"inputs": f"{folder}/inputs.pt", "outputs": f"{folder}/outputs.pt"}
-            torch.save(inputs, files["inputs"])
+            torch.save({name: x.cpu() for name, x in inputs.items()}, files["inputs"])
             request = {**self._request("values", case), **files, "expected": form, "cores": _cores(z * h)}
             answer = self._ask(self.child, request)
             wrong = form_fault(case, z, h, answer["returned"])
             if wrong is not None:
                 return wrong
-            saved = torch.load(files["outputs"], weights_only=True)
+            saved = torch.load(files["outputs"], weights_only=True, map_location=self.place)
             self.checked_kernels |= set(answer["kernels"] or ())
             outputs = dict(zip(OUTPUTS[case.suite], saved["outputs"], strict=True))
             verdict = judge(case, inputs, saved["inputs"], outputs)
-            if verdict.status is Status.PASSED and part == 0 and settings.device != "virtual":
+            if verdict.status is Status.PASSED and part == 0 and settings.device != "virtual" and self.place == "cpu":
                 self.notes += self._second_opinions(case, inputs, {**request, "path": ""})
         if verdict.status is Status.PASSED and settings.kernels_required and answer["kernels"] == []:
             return Verdict(Status.RUNTIME_ERROR, "no Triton kernel was launched", verdict.measures)
@@ -275,16 +281,17 @@ class Evaluator:
         z, h = heads_to_check(case, self.settings.work / 4, most=4)
         inputs = [self._inputs(case, PLACES + sample + 1, z, h) for sample in range(SAMPLES)]
         places = generator.sample(range(case.heads), z * h)
-        children = {"own": self.child, "vendor": self.trusted, "textbook": self.trusted}
+        baselines = ACCELERATORS[self.settings.device].baselines
+        children = {"own": self.child, **dict.fromkeys(baselines, self.trusted)}
         notes = self.notes
         times: dict[str, list[float]] = {}
         with tempfile.TemporaryDirectory(prefix="time-") as folder:
             files = {name: f"{folder}/{name}.pt" for name in ("samples", *children)}
-            torch.save([{name: x.flatten(0, 1) for name, x in one.items()} for one in inputs], files["samples"])
+            torch.save([{name: x.flatten(0, 1).cpu() for name, x in one.items()} for one in inputs], files["samples"])
             request = {**self._time_request(case), "op": "ready", "samples": files["samples"], "places": places}
             peak = self._ask(self.child, {**request, "key": "own"})["peak_flops"]
             times["own"] = []
-            for key in ("vendor", "textbook"):
+            for key in baselines:
                 try:
                     self._ask(self.trusted, {**request, "key": key, "path": "", "baseline": key})
                     times[key] = []
@@ -329,7 +336,7 @@ class Evaluator:
         self, case: Case, heads: tuple[int, int], inputs: Sequence[dict[str, torch.Tensor]], path: str
     ) -> Verdict:
         """Outputs of the timed calls, for the heads whose inputs the parent chose."""
-        saved = torch.load(path, weights_only=True)
+        saved = torch.load(path, weights_only=True, map_location=self.place)
         for given, outputs in zip(inputs, saved, strict=True):
             wrong = form_fault(case, *heads, [[[*heads, *x.shape[1:]], str(x.dtype)] for x in outputs])
             if wrong is not None:
@@ -379,9 +386,11 @@ def chunks(case: Case, settings: Settings) -> Iterator[tuple[int, int]]:
         for _ in range(2 if 2 * z * h * work_of_head(case) <= settings.work else 1):
             yield z, h
         return
-    z, h = heads_to_check(case, 4 * settings.work, most=128)
+    elements, (z, h) = CHUNK_ELEMENTS, heads_to_check(case, 4 * settings.work, most=128)
+    if judges(settings.device):
+        elements, z, h = 4 * CHUNK_ELEMENTS, case.z, case.h
     h = case.h if z > 1 else h
-    z = max(1, min(z, CHUNK_ELEMENTS // (h * case.n * case.d)))
+    z = max(1, min(z, elements // (h * case.n * case.d)))
     for start_z in range(0, case.z, z):
         for start_h in range(0, case.h, h):
             yield min(z, case.z - start_z), min(h, case.h - start_h)

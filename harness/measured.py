@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import npu
+from . import cuda, npu
 from .configs import input_rule
 from .launches import recorded_launches
 
@@ -42,6 +42,8 @@ class Accelerator:
         l2_bytes: size of the last cache before memory.
         peak_flops: dense fp16/bf16 operations a second of the matrix units, None where unknown.
         chosen: DEVICE unset takes this kind when it is present.
+        baselines: what is timed beside a submission, see `baselines.baseline`.
+        judges: its fp64 is fast and complete enough to compute the references.
     """
 
     kind: str
@@ -51,10 +53,24 @@ class Accelerator:
     l2_bytes: Callable[[], int]
     peak_flops: Callable[[], float | None]
     chosen: bool
+    baselines: tuple[str, ...] = ("vendor", "textbook")
+    judges: bool = False
 
 
 ACCELERATORS = {
     "npu": Accelerator("npu", npu.present, npu.api, npu.describe, npu.l2_bytes, npu.peak_flops, chosen=True),
+    # A witness only: the textbook has no tiles for it.
+    "cuda": Accelerator(
+        "cuda",
+        cuda.present,
+        cuda.api,
+        cuda.describe,
+        cuda.l2_bytes,
+        cuda.peak_flops,
+        chosen=False,
+        baselines=("vendor",),
+        judges=True,
+    ),
 }
 
 

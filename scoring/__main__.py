@@ -11,7 +11,7 @@ import torch
 
 from harness import devices
 from harness.configs import SUITES, Case, select
-from harness.evaluator import MODES, Evaluator, Settings, evaluate
+from harness.evaluator import MODES, Evaluator, Settings, evaluate, judges
 from harness.results import CaseResult, Status, write_json
 from harness.virtual_npu import CONTEST_RELEASE, RELEASES
 
@@ -74,13 +74,16 @@ def main(argv: list[str] | None = None) -> int:
             if not path.is_file():
                 raise ValueError(f"--{suite} must name a Python file, got {path}, which does not exist")
         options = {} if arguments.secret is None else {"secret_seed": arguments.secret}
+        device_kind = devices.choose()
+        full = arguments.full or judges(device_kind)
         settings = Settings(
-            device=devices.choose(),
+            device=device_kind,
             release=arguments.release,
             mode=arguments.mode,
-            full=arguments.full,
+            full=full,
+            memory_bytes=(6 if device_kind == "virtual" else 32) << 30,
             jobs=arguments.jobs,
-            seconds=arguments.timeout or (1800.0 if arguments.full else 180.0),
+            seconds=arguments.timeout or (1800.0 if full else 180.0),
             public_seed=arguments.seed,
             **options,
         )
