@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.virtual_npu.errors import OutOfBoundsError, UninitialisedReadError, UnknownOpError
+from harness.virtual_npu.errors import LostValueError, OutOfBoundsError, UninitialisedReadError, UnknownOpError
 from harness.virtual_npu.memory import (
     Memory,
     View,
@@ -101,3 +101,58 @@ def test_bytes_as_is_a_typed_window() -> None:
     window = bytes_as(base, "f16", 128, (4, 8))
     window.array()[...] = 1
     assert memory.data[128:192].view(np.float16).tolist() == [1.0] * 32
+
+
+def two_buffers() -> tuple[View, View]:
+    """Two planned buffers of 64 bytes; the second one starts in the middle of the first."""
+    home = Memory("ub", "ub", 96)
+    first, second = home.buffer("buffer one"), home.buffer("buffer two")
+    first.share(second)
+    return View(first, "f32", 0, (16,), (1,)), View(second, "f32", 32, (16,), (1,))
+
+
+def test_bytes_that_another_buffer_took_over_are_lost() -> None:
+    one, two = two_buffers()
+    one.mark_written()
+    one.check_written()
+    two.mark_written()
+    with pytest.raises(LostValueError, match=r"16xf32 at byte 0 of buffer one .*: 50\.0% .* lost: buffer two wrote"):
+        one.check_written()
+    subview(one, (0,), (8,), (1,), 1).check_written()  # its other half is its own
+    two.check_written()
+    one.mark_written()
+    one.check_written()
+    with pytest.raises(LostValueError, match="buffer one wrote there since"):
+        two.check_written()
+
+
+def test_a_buffer_does_not_inherit_what_another_one_wrote() -> None:
+    one, two = two_buffers()
+    one.mark_written()
+    with pytest.raises(UninitialisedReadError, match="of buffer two"):
+        subview(two, (0,), (8,), (1,), 1).check_written()
+
+
+def test_an_op_over_its_operand_is_legal() -> None:
+    """Planned in place: the result is a buffer of its own on the same bytes."""
+    home = Memory("ub", "ub", 64)
+    operand, result = home.buffer("operand"), home.buffer("result")
+    operand.share(result)
+    source, target = View(operand, "f32", 0, (16,), (1,)), View(result, "f32", 0, (16,), (1,))
+    for _ in range(2):
+        source.mark_written()
+        source.check_written()
+        target.mark_written()
+        target.check_written()
+
+
+def test_packed_booleans_take_bytes_over_too() -> None:
+    home = Memory("ub", "ub", 64)
+    numbers, bits = home.buffer("numbers"), home.buffer("bits")
+    numbers.share(bits)
+    view = View(numbers, "f32", 0, (16,), (1,))
+    view.mark_written()
+    View(bits, "i1", 8 * 60, (32,), (1,)).mark_written()
+    with pytest.raises(LostValueError, match="bits wrote there since"):
+        view.check_written()
+    subview(view, (0,), (15,), (1,), 1).check_written()

@@ -9,6 +9,9 @@ import torch
 import triton.language as tl
 
 from harness import virtual_npu
+from harness.virtual_npu.hivm import Op, Value
+from harness.virtual_npu.launch import Launch
+from harness.virtual_npu.program import Program
 
 from . import kernels
 
@@ -70,6 +73,41 @@ def test_missing_answer_is_a_race(release, rng, poisoned) -> None:
 
 def test_missing_answer_shows_in_the_values_too(release, rng, poisoned) -> None:
     assert run_handover(rng, poisoned, release=release, sets=False, schedule="cube-first") > 0.01
+
+
+@pytest.mark.parametrize("hazards", [False, True])
+def test_a_buffer_overwritten_while_it_is_needed(hazards, rng, poisoned) -> None:
+    """A wrong memory plan: the tile of x is placed where that of y comes to lie, and every order is kept.
+    Nothing noticed that x was gone."""
+    n = 256
+    x, y, out = torch.randn(n, generator=rng), torch.randn(n, generator=rng), poisoned(n)
+    captured: list[Launch] = []
+    with virtual_npu.run(release="1.1.0", capture=captured, hazards=hazards):
+        kernels.add_kernel[(1,)](x, y, out, n, n)
+    (launch,) = captured
+    program = Program(launch.program.name, launch.program.text)  # of its own, to be changed
+    launch.again(program)
+    walked = list(program.functions["AIV"].walk())
+    made = {result: op for op in walked for result in op.results}
+
+    def places(tile: Value) -> list[Op]:
+        op = made[tile]
+        if op.name == "hivm.hir.pointer_cast":
+            return [op]
+        sources = op.operands[1:] if op.name == "arith.select" else op.operands[:1]
+        return [place for source in sources for place in places(source)]
+
+    first, second = (places(op.operands[1]) for op in walked if op.name == "hivm.hir.load")
+    for place, other in zip(first, second, strict=True):
+        place.operands[:] = other.operands
+    changed = Program(program.name, program.text)
+    changed.__dict__["module"] = program.module
+    with pytest.raises(virtual_npu.VirtualNPUError) as caught:
+        launch.again(changed)
+    if not hazards:
+        text = str(caught.value)
+        assert isinstance(caught.value, virtual_npu.LostValueError)
+        assert text.count("buffer of hivm.hir.pointer_cast at kernels.py:") == 2 and "are lost" in text
 
 
 @pytest.mark.parametrize("guarded", [False, True])

@@ -31,6 +31,10 @@ class HazardError(VirtualNPUError):
     """A synchronisation fault: a race, a flag left over, too many outstanding sets."""
 
 
+class LostValueError(HazardError):
+    """Bytes of an on-chip buffer were read after another buffer had taken them over."""
+
+
 class DeadlockError(HazardError):
     """No core can go on: each waits for a flag that nobody will set."""
 

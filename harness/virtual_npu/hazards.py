@@ -265,7 +265,7 @@ class Tracker:
         # All of it is compared before any of it is noted: an instruction that reads and writes
         # the same bytes must not hide an earlier read of them behind its own.
         touched = [
-            (view.memory, self.board.map_of(view.memory).find(*region_key(view)), write)
+            (view.memory.home, self.board.map_of(view.memory.home).find(*region_key(view)), write)
             for views, write in ((reads, False), (writes, True))
             for view in views
             if 0 not in view.shape

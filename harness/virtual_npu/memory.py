@@ -3,6 +3,11 @@
 A view knows where it lies (memory, byte offset, strides), so that bounds, unwritten bytes
 and overlaps can be checked; its numpy array is made when an op first touches it. Making a
 view out of bounds is allowed (a block pointer may hang over the edge); touching it is not.
+
+The compiler plans several buffers onto the same on-chip bytes, one after the other. Bytes
+belong to the buffer that wrote them last; for every other one they are lost, and reading
+them through it is an error. An op that overwrites its operand is planned so: its result is
+a buffer of its own at the same place, and the operand is never read again.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
-from .errors import OutOfBoundsError, UninitialisedReadError, UnknownOpError
+from .errors import LostValueError, OutOfBoundsError, UninitialisedReadError, UnknownOpError
 
 DTYPES: dict[str, np.dtype] = {
     "f16": np.dtype(np.float16),
@@ -32,25 +37,51 @@ class Memory:
     """Bytes of one memory. `written` has one flag for each byte, or is None where reads
     need no check (tensors of the caller)."""
 
-    __slots__ = ("data", "name", "space", "written")
+    __slots__ = ("data", "home", "losses", "lost_to", "name", "rivals", "space", "written")
 
     def __init__(self, name: str, space: str, size: int | None = None, data: np.ndarray | None = None) -> None:
         self.name = name
         self.space = space
+        self.home = self
+        self.rivals: list[Memory] = []  # buffers that share some of these bytes
+        self.losses = 0  # how often bytes went to a rival
+        self.lost_to = ""
+        self.written: np.ndarray | None = None
         if data is not None:
             self.data = data
-            self.written = None
         else:
             assert size is not None
             self.data = np.full(size, POISON, np.uint8)
             self.written = np.zeros(size, np.bool_)
 
+    def buffer(self, name: str) -> Memory:
+        """A planned buffer: the same bytes at the same offsets, its own record of what is written."""
+        made = Memory(name, self.space, data=self.data)
+        made.home = self
+        made.written = np.zeros(len(self.data), np.bool_)
+        return made
+
+    def share(self, other: Memory) -> None:
+        """Two buffers have bytes in common: each write of one may cost the other some."""
+        self.rivals.append(other)
+        other.rivals.append(self)
+
+    def lose(self, low: int, high: int, rival: Memory) -> None:
+        """A rival writes these bytes."""
+        assert self.written is not None
+        if self.written[low:high].any():
+            self.written[low:high] = False
+            self.losses += 1
+            self.lost_to = rival.name
+
 
 class View:
     """`shape` and `strides` in elements; `offset` in bytes (for i1, which is packed, in
-    bits). `array()` is the numpy array over the memory's bytes."""
+    bits). `array()` is the numpy array over the memory's bytes. `known` says that all of its
+    bytes were found written, `marked` that they are marked so; both until a rival of its
+    buffer writes there."""
 
-    __slots__ = ("_array", "dtype", "known", "marked", "memory", "offset", "shape", "strides")
+    __slots__ = ("_array", "_known", "_marked", "dtype", "memory", "offset", "shape", "strides")
 
     def __init__(
         self, memory: Memory, dtype: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
@@ -61,8 +92,23 @@ class View:
         self.shape = shape
         self.strides = strides
         self._array: np.ndarray | None = None
-        self.known = memory.written is None
-        self.marked = memory.written is None
+        self._known = self._marked = 0 if memory.written is None else -1
+
+    @property
+    def known(self) -> bool:
+        return self._known == self.memory.losses
+
+    @known.setter
+    def known(self, value: bool) -> None:
+        self._known = self.memory.losses if value else -1
+
+    @property
+    def marked(self) -> bool:
+        return self._marked == self.memory.losses
+
+    @marked.setter
+    def marked(self, value: bool) -> None:
+        self._marked = self.memory.losses if value else -1
 
     @property
     def itemsize(self) -> int:
@@ -95,8 +141,7 @@ class View:
         strides = tuple(stride * scale for stride in self.strides)
         if 0 in self.shape:
             return np.empty(self.shape, dtype)
-        low = self.offset + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True) if s < 0)
-        high = self.offset + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True) if s > 0) + scale
+        low, high = self.hull()
         if low < 0 or high > len(data):
             raise OutOfBoundsError(f"{self.describe()}: bytes {low} to {high} are accessed")
         return np.ndarray(self.shape, dtype, data, self.offset, strides)
@@ -143,6 +188,10 @@ class View:
         flags = self._written()
         if not flags.all():
             share = 1.0 - float(flags.mean())
+            if self.memory.lost_to:
+                raise LostValueError(
+                    f"{self.describe()}: {share:.1%} of its bytes are lost: {self.memory.lost_to} wrote there since"
+                )
             raise UninitialisedReadError(f"{self.describe()}: {share:.1%} of its bytes were never written")
         self.known = True
 
@@ -152,8 +201,20 @@ class View:
             return
         if self.dtype != "i1":
             self.array()  # bounds
+        if self.memory.rivals:
+            low, high = self.hull()
+            for rival in self.memory.rivals:
+                rival.lose(low, high, self.memory)
         self._written()[...] = True
         self.marked = self.known = True
+
+    def hull(self) -> tuple[int, int]:
+        """First and last byte (exclusive)."""
+        if self.dtype == "i1":
+            return self._byte_range()
+        reach = [(n - 1) * stride * self.itemsize for n, stride in zip(self.shape, self.strides, strict=True)]
+        low = self.offset + sum(step for step in reach if step < 0)
+        return low, self.offset + sum(step for step in reach if step > 0) + self.itemsize
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

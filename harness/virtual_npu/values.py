@@ -21,6 +21,7 @@ from .hazards import Tracker
 from .hivm import Function, MemRef, Op
 from .lower import SILENT, Lowering, as_tuple, is_pure, mixed, static_shape
 from .memory import (
+    POISON,
     Memory,
     View,
     bitcast,
@@ -133,7 +134,7 @@ class ValueLowering(Lowering):
             if len(parts[0]) != 1 or (len(parts) > 1 and parts[1]):
                 raise UnknownOpError(f"{op}: {len(op.operands)} operands")
             shape = static_shape(op, result)
-            return f"core.pointer({operands[0]}, {result.type.space!r}, {result.type.dtype!r}, {shape})"
+            return f"core.pointer({op.number}, {operands[0]}, {result.type.space!r}, {result.type.dtype!r}, {shape})"
         if name == "bitcast":
             return f"bitcast({operands[0]}, {result.type.dtype!r})"
         if name == "collapse_shape":
@@ -304,15 +305,24 @@ class Core:
             self.kernels[number] = lookup(op).build(op)
         return self.kernels[number]
 
-    def pointer(self, address: int, space: str, dtype: str, shape: tuple[int, ...]) -> View:
-        """The view of an on-chip buffer at a fixed address."""
-        key = (address, space, dtype, shape)
-        if key not in self.pointers:
+    def pointer(self, number: int, address: int, space: str, dtype: str, shape: tuple[int, ...]) -> View:
+        """The view of the on-chip buffer that op `number` places at an address."""
+        key = (number, address)
+        found = self.pointers.get(key)
+        if found is None:
             if space not in self.memories:
                 raise UnknownOpError(f"{self.name} has no memory {space}")
+            home = self.memories[space]
+            buffer = home.buffer(f"{home.name}, buffer of {self.code.ops[number]}")
             offset = address * 8 if dtype == "i1" else address
-            self.pointers[key] = View(self.memories[space], dtype, offset, shape, contiguous_strides(shape))
-        return self.pointers[key]
+            found = View(buffer, dtype, offset, shape, contiguous_strides(shape))
+            low, high = found.hull()
+            for other in self.pointers.values():
+                start, stop = other.hull()
+                if other.memory.home is home and start < high and low < stop:
+                    buffer.share(other.memory)
+            self.pointers[key] = found
+        return found
 
     def never_set(self, index: int) -> None:
         raise DeadlockError(f"{self.name} waits for {flag_name(index)}, which nothing sets before")
@@ -364,11 +374,7 @@ class Core:
     def reset(self) -> None:
         """Before the next program on the same core: on-chip contents are unknown again."""
         for memory in self.memories.values():
-            memory.data.fill(0xFF)
-            assert memory.written is not None
-            memory.written.fill(False)
-        for view in self.pointers.values():
-            view.known = view.marked = False
+            memory.data.fill(POISON)
         self.pointers.clear()
 
 
