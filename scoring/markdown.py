@@ -8,6 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.configs import cases
+from harness.evaluator import PUBLISHED
+
+from .interval import Timed, interval_text, recorded
+from .rules import Entry
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- begin: make report -->", "<!-- end: make report -->"
 
@@ -18,6 +24,22 @@ def _cell(value: float | None, form: str = "{:.3g}") -> str:
 
 def _lines(header: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+
+
+def _interval(document: Mapping[str, Any], suite: str) -> str:
+    """How far a suite's predicted score can be trusted."""
+    names = {(c.kind, c.z, c.h, c.n, c.d, c.causal, c.dtype): c.name for c in cases(suite)}
+    correctness, timed = [], []
+    for row in document["cases"]:
+        if row["suite"] != suite:
+            continue
+        own = Entry(row["status"] == "passed", row["ms"], row["baseline_ms"])
+        if row["kind"] == "correctness":
+            correctness.append(own)
+        else:
+            name = names[tuple(row[key] for key in ("kind", "z", "h", "n", "d", "causal", "dtype"))]
+            timed.append(Timed(name, own, row["baseline"] != PUBLISHED))
+    return interval_text(suite, correctness, timed, recorded())
 
 
 def tables(document: Mapping[str, Any]) -> str:
@@ -51,6 +73,8 @@ def tables(document: Mapping[str, Any]) -> str:
             for name, suite in scored.items()
         ],
     )
+    if time_word == "predicted":
+        text += [line for name in scored for line in ("", _interval(document, name))]
     for name in scored:
         timed = [case for case in document["cases"] if case["suite"] == name and case["kind"] == "performance"]
         baselines = ", ".join(sorted({case["baseline"] for case in timed if case["baseline"]}))

@@ -16,7 +16,7 @@ from harness.configs import SUITES, Case, cases
 from harness.evaluator import PUBLISHED, TEXTBOOK
 from harness.results import CaseResult, Status
 
-from .interval import residual_range, score_interval
+from .interval import Timed, interval_text, recorded
 from .rules import Entry, Score, suite_score
 
 WIDTH = 120
@@ -148,21 +148,14 @@ def _time_columns(time_word: str, baseline_word: str) -> dict[str, Callable[[Cas
     }
 
 
-def _interval(suite: str, own: Sequence[CaseResult], baselines: Sequence[str]) -> str:
+def _interval(suite: str, own: Sequence[CaseResult]) -> str:
     """How far the predicted score can be trusted, as a line."""
-    residuals = residual_range()
-    if residuals is None:
-        return f"{suite}: no results/calibration.json, so the predicted score has no interval (make calibrate)"
-    if baselines != [PUBLISHED]:
-        return f"{suite}: no interval: both sides of each ratio are predicted, and no time to check them is published"
-    kinds = [[entry(r) for r in own if r.case.kind == kind] for kind in ("correctness", "performance")]
-    slow, fast = score_interval(kinds[0], kinds[1], residuals)
-    return (
-        f"{suite}: with the calibration's 10th to 90th percentile (predicted / measured {residuals[0]:.2f} to "
-        f"{residuals[1]:.2f}): score {slow.score:.1f} to {fast.score:.1f}, geometric mean "
-        f"{_number(slow.geomean_speedup)} to {_number(fast.geomean_speedup)}; kernels that overlap cube and vector "
-        "work may be off further (make sensitivity)"
-    )
+    timed = [
+        Timed(result.case.name, entry(result), result.baseline != PUBLISHED)
+        for result in own
+        if result.case.kind == "performance"
+    ]
+    return interval_text(suite, [entry(r) for r in own if r.case.kind == "correctness"], timed, recorded())
 
 
 def print_report(console: Console, device: dict[str, str], results: Sequence[CaseResult], timed: bool) -> None:
@@ -201,7 +194,7 @@ def print_report(console: Console, device: dict[str, str], results: Sequence[Cas
                 text += f" (times {device['time']})"
             console.print(f"[bold]{text}[/]")
             if timed and device["time"] == "predicted":
-                console.print(_interval(suite, own, baselines))
+                console.print(_interval(suite, own))
         console.print()
     failed = [result for result in ordered if result.message]
     for result in failed:

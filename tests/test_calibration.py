@@ -1,8 +1,6 @@
-"""The model against published times of a 910B3, and the interval that a prediction stands for."""
+"""The model against published times of a 910B3, and what predictions hang on."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 
@@ -38,29 +36,6 @@ def test_fitted_constants_exist_and_start_inside_their_ranges() -> None:
 
 def test_mape_weighs_both_directions() -> None:
     assert calibration.mape([1.1, 0.9, 1.0]) == pytest.approx(0.2 / 3)
-
-
-def test_calibration_interval_is_time_over_the_percentiles() -> None:
-    ratios = [0.8 + 0.01 * i for i in range(41)]  # 10th and 90th percentile: 0.84 and 1.16
-    low, high = calibration.interval(10.0, ratios)
-    assert low == pytest.approx(10 / 1.16)
-    assert high == pytest.approx(10 / 0.84)
-
-
-def test_interval_joins_calibration_and_sensitivity() -> None:
-    flat = dict.fromkeys(sensitivity.UNCONSTRAINED, (1.0, 1.0))
-    ratios = [0.9, 1.0, 1.1]
-    alone = calibration.interval(5.0, ratios)
-    assert sensitivity.interval(5.0, ratios, flat) == pytest.approx(alone)
-    low, high = sensitivity.interval(5.0, ratios, {**flat, "L2 bandwidth": (1.3, 0.9)})
-    assert low < alone[0] < 5.0 < alone[1] < high
-    assert math.log(high / 5.0) ** 2 == pytest.approx(math.log(alone[1] / 5.0) ** 2 + math.log(1.3) ** 2)
-    # A constant that the published rows test already does not count a second time.
-    assert sensitivity.interval(5.0, ratios, {**flat, "L1 to L0B rate": (2.0, 0.5)}) == pytest.approx(alone)
-
-
-def test_recorded_interval_needs_both_records(tmp_path) -> None:
-    assert sensitivity.recorded_interval("P1", 1.0, tmp_path) is None
 
 
 def test_sensitivity_changes_one_constant_and_leaves_the_shipped_ones() -> None:

@@ -188,13 +188,6 @@ def holdout(rows: list[Row], z: int) -> tuple[float, dict[str, list[float]]]:
     return float(np.mean(errors)), fitted
 
 
-def interval(ms: float, ratios: Iterable[float]) -> tuple[float, float]:
-    """Predicted time to the range that the calibration leaves open: the time over the 90th
-    and over the 10th percentile of predicted / measured."""
-    low, high = np.percentile(np.asarray(list(ratios)), [10, 90])
-    return ms / float(high), ms / float(low)
-
-
 def calibrate(*, z: int | None = None, with_holdout: bool = True) -> dict[str, Any]:
     """Predict all rows. `z` shrinks the runs (see `predict`).
 

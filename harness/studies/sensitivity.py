@@ -3,9 +3,9 @@
 Halves and doubles each uncertain constant of the cost model and predicts the six official
 forward cases and the six backward configurations (fp16) again, with fewer heads. What comes
 from HBM is taken from the full case: a few heads would all stay in L2. Writes
-results/sensitivity.json: for each case and constant the time over the unchanged one.
-
-`interval` joins this with the calibration error.
+results/sensitivity.json after each case: for each constant the time over the unchanged one.
+Cases that are in it, of the same sources, are not repeated. `scoring.interval` joins this
+with the calibration error.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ..configs import Case, cases
 from ..results import write_json
 from ..virtual_npu.costs import default_constants
 from ..virtual_npu.driver import run
-from .calibration import interval as calibration_interval
+from .sources import TIMES, fingerprint
 from .trace import case_call
 
 # Each with its factors; for the MTE1 rates the other published values instead.
@@ -90,76 +90,65 @@ def full_run(case: Case) -> tuple[float, Shares]:
     return record.ms, {kernel.name: kernel.report["hbm_share"] for kernel in record.kernels}
 
 
-def interval(ms: float, ratios: Iterable[float], effects: Mapping[str, Sequence[float]]) -> tuple[float, float]:
-    """The range in ms that a predicted time stands for.
-
-    Two parts, joined as independent (root of the sum of squares of their logarithms): the
-    10th to 90th percentile of the calibration's predicted over measured, and the effect of
-    halving and doubling each constant that the calibration hardly feels (`UNCONSTRAINED`).
-
-    Args:
-        ms: predicted time.
-        ratios: predicted over measured of the published rows (results/calibration.json).
-        effects: by constant, predicted times over the unchanged one (results/sensitivity.json, rows).
-    """
-    low, high = calibration_interval(1.0, ratios)
-    down, up = min(0.0, math.log(low)) ** 2, max(0.0, math.log(high)) ** 2
-    for label in UNCONSTRAINED:
-        logs = [math.log(value) for value in effects[label]]
-        down += min(0.0, *logs) ** 2
-        up += max(0.0, *logs) ** 2
-    return ms * math.exp(-math.sqrt(down)), ms * math.exp(math.sqrt(up))
+def survey(name: str) -> dict[str, Any]:
+    """One case: predicted ms of the whole case and of the few heads, and the effects."""
+    (case,) = (case for case in timed_cases() if case.name == name)
+    full_ms, shares = full_run(case)
+    call = case_call(case.suite, case, HEADS)
+    base = predicted(call, shares=shares)
+    effects = {
+        label: [round(predicted(call, changed(path, factor), shares) / base, 4) for factor in factors]
+        for label, (path, factors) in UNCERTAIN.items()
+    }
+    return {"full_ms": full_ms, "base_ms": base, "effects": effects}
 
 
-def recorded_interval(case: str, ms: float, results: Path = Path("results")) -> tuple[float, float] | None:
-    """`interval` from the records of `make calibrate` and `make sensitivity`; None without them
-    or for a case that they do not have (bf16 takes the fp16 case of the same name)."""
-    try:
-        calibration = json.loads((results / "calibration.json").read_text())
-        rows = json.loads((results / "sensitivity.json").read_text())["rows"]
-    except FileNotFoundError:
-        return None
-    name = case.replace("-bf16", "-fp16")
-    if any(name not in row for row in rows.values()):
-        return None
-    effects = {label: row[name] for label, row in rows.items()}
-    return interval(ms, [row["ratio"] for row in calibration["rows"]], effects)
+def _earlier(path: Path, mark: str) -> dict[str, Any]:
+    """Cases in the file that these sources made."""
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text())
+    if content.get("heads") != HEADS or content.get("factors") != _factors():
+        return {}
+    return {name: row for name, row in content.get("cases", {}).items() if row["sources"] == mark}
+
+
+def _factors() -> dict[str, list[float]]:
+    return {label: list(factors) for label, (_, factors) in UNCERTAIN.items()}
+
+
+def show(rows: Mapping[str, Any], console: Console) -> None:
+    """Print a line for each constant, a column for each case."""
+    table = Table(box=None)
+    for heading in ("predicted time over unchanged: low / high", *rows):
+        table.add_column(heading, no_wrap=True)
+    for label, (_, factors) in UNCERTAIN.items():
+        cells = ["/".join(f"{value:.2f}" for value in row["effects"][label]) for row in rows.values()]
+        table.add_row(f"{label} x{factors[0]:g} / x{factors[1]:.2g}", *cells)
+    console.print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Effect of halving and doubling each uncertain constant.")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--fresh", action="store_true", help="also the cases that the file has")
     parser.add_argument("--json", type=Path, default=Path("results/sensitivity.json"))
     arguments = parser.parse_args()
-    console = Console(width=185)
-    chosen = timed_cases()
-    calls = {case.name: case_call(case.suite, case, HEADS) for case in chosen}
-    full = {case.name: full_run(case) for case in track(chosen, "cases", disable=not console.is_terminal)}
-    base = {name: predicted(call, shares=full[name][1]) for name, call in calls.items()}
-    rows: dict[str, dict[str, list[float]]] = {}
-    for label, (path, factors) in track(
-        UNCERTAIN.items(), "constants", disable=not console.is_terminal, transient=True
-    ):
-        rows[label] = {
-            name: [round(predicted(call, changed(path, factor), full[name][1]) / base[name], 4) for factor in factors]
-            for name, call in calls.items()
-        }
-        if not console.is_terminal:
-            print(f"{label}: done", flush=True)
-    table = Table(box=None)
-    for heading in ("predicted time over unchanged: low / high", *base):
-        table.add_column(heading, no_wrap=True)
-    for label, (_, factors) in UNCERTAIN.items():
-        cells = ["/".join(f"{value:.2f}" for value in rows[label][name]) for name in base]
-        table.add_row(f"{label} x{factors[0]:g} / x{factors[1]:.2g}", *cells)
-    console.print(table)
-    result = {
-        "heads": HEADS,
-        "base_ms": base,
-        "full_ms": {name: ms for name, (ms, _) in full.items()},
-        "factors": {k: v[1] for k, v in UNCERTAIN.items()},
-        "rows": rows,
-    }
-    write_json(arguments.json, result)
+    mark = fingerprint(TIMES)
+    names = [case.name for case in timed_cases()]
+    rows = {} if arguments.fresh else _earlier(arguments.json, mark)
+    left = [name for name in names if name not in rows]
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        futures = {pool.submit(survey, name): name for name in left}
+        for done, future in enumerate(as_completed(futures), 1):
+            rows[futures[future]] = {**future.result(), "sources": mark}
+            rows = {name: rows[name] for name in names if name in rows}
+            write_json(
+                arguments.json,
+                {"heads": HEADS, "factors": _factors(), "unconstrained": UNCONSTRAINED, "cases": rows},
+            )
+            print(f"[{done}/{len(left)}] {futures[future]}: done", flush=True)
+    show(rows, Console(width=185))
     print(f"wrote {arguments.json}")
 
 

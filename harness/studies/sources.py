@@ -9,6 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ("forward.py", "backward.py")
 MACHINE = ("harness/virtual_npu/*.py", "harness/virtual_npu/*.toml")
+# Of a predicted time: the kernels, the compiled program's reader, the time model.
+TIMES = (
+    *KERNELS,
+    *(f"harness/virtual_npu/{name}" for name in ("costs.py", "hardware.toml", "hivm.py", "lower.py", "timing.py")),
+)
 
 
 def fingerprint(patterns: Iterable[str], *settings: object) -> str:
