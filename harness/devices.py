@@ -137,7 +137,7 @@ class _HostOps(TorchDispatchMode):
 
     def cycles(self) -> float:
         """Predicted cycles of the ops together."""
-        from .virtual_npu.costs import default_constants  # needs xdsl, which an NPU machine lacks
+        from .virtual_npu.hardware import default_constants
 
         constants = default_constants()
         launch, bandwidth = constants["launch"]["kernel_cycles"], constants["shared"]["hbm_bytes_per_cycle"]

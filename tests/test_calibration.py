@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.studies import calibration, sensitivity
-from harness.virtual_npu.costs import default_constants
+from harness.virtual_npu.hardware import default_constants
 
 
 def test_the_published_rows_are_all_there() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from harness.virtual_npu import costs
-from harness.virtual_npu.costs import Costs, default_constants
+from harness.virtual_npu.costs import Costs
 from harness.virtual_npu.errors import UnknownOpError
+from harness.virtual_npu.hardware import default_constants
 from harness.virtual_npu.hivm import MemRef, Op, Value
 
 COSTS = Costs()

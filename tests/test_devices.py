@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.devices import NotTimedError, VirtualDevice, open_device
-from harness.virtual_npu.costs import default_constants
+from harness.virtual_npu.hardware import default_constants
 from tests.submissions.right.small_triton import attention_fwd
 
 SHAPES = dict.fromkeys(("q", "k", "v"), ((2, 4, 256, 64), torch.float16))

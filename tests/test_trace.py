@@ -11,7 +11,7 @@ import triton.language as tl
 
 from harness import virtual_npu
 from harness.studies import trace
-from harness.virtual_npu.costs import default_constants
+from harness.virtual_npu.hardware import default_constants
 from harness.virtual_npu.timing import Timed
 
 from . import kernels

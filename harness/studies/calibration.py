@@ -29,8 +29,8 @@ from scipy.optimize import lsq_linear
 from scipy.stats import spearmanr
 
 from ..results import write_json
-from ..virtual_npu.costs import default_constants
 from ..virtual_npu.driver import run
+from ..virtual_npu.hardware import default_constants
 
 MEASUREMENTS = Path(__file__).with_name("measurements.csv")
 SM_SCALE = 0.5  # of the published runs

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from ..configs import Case, cases
 from ..results import write_json
-from ..virtual_npu.costs import default_constants
 from ..virtual_npu.driver import run
+from ..virtual_npu.hardware import default_constants
 from .sources import TIMES, fingerprint
 from .trace import case_call
 

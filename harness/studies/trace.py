@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ..configs import Case, input_rule, select
-from ..virtual_npu.costs import default_constants
 from ..virtual_npu.driver import run
+from ..virtual_npu.hardware import default_constants
 from ..virtual_npu.timing import Timed
 from .profile import cause, lane
 

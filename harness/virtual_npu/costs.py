@@ -8,26 +8,18 @@ scalar unit.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from .errors import UnknownOpError
+from .hardware import default_constants
 from .hivm import MemRef, Op
 from .memory import DTYPES
 from .ops_cube import k_parts
 
 Shape = Sequence[int]
 Constants = Mapping[str, Any]
-
-
-@lru_cache
-def default_constants() -> dict[str, Any]:
-    """The constants of the 910B3 (`hardware.toml`)."""
-    return tomllib.loads(Path(__file__).with_name("hardware.toml").read_text())
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,11 @@ import numpy as np
 
 from .costs import Costs
 from .errors import HazardError
+from .hardware import L0_BYTES
 from .hivm import Op
 from .memory import Memory, View
 from .ops import PIPES, lookup
-from .ops_cube import L0_BYTES, k_parts
+from .ops_cube import k_parts
 from .split import STORE
 
 QUEUES = len(PIPES)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from .errors import OutOfBoundsError, UnknownOpError
+from .hardware import L0_BYTES
 from .hivm import MemRef, Op, Value
 from .memory import DTYPES, View
 from .ops import Kernel, device_op, read, require_absent, write
 
 FRACTAL = 16
-L0_BYTES = 65536  # L0A and L0B each (Ascend910B3 platform file)
 
 
 def _access(op: Op) -> tuple[list[int], list[int], list[int]]:

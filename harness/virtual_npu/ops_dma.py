@@ -85,11 +85,7 @@ def store(op: Op) -> Kernel:
     return run
 
 
-def _nd2nz_access(op: Op) -> tuple[list[int], list[int], list[int]]:
-    return [0], [1], []
-
-
-@device_op("nd2nz", pipe="MTE2", access=_nd2nz_access)
+@device_op("nd2nz", pipe="MTE2", access=_first_to_second)
 def nd2nz(op: Op) -> Kernel:
     """L1 tile in fractals [cols/c0][rows/16][16][c0] = row-major GM tile [rows, cols]; the
     last column block is filled up with zeros."""

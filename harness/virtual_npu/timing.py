@@ -27,7 +27,7 @@ from .memory import DTYPES
 from .ops import lookup
 from .program import Program
 from .scalars import HELPERS
-from .values import BLOCK_FLAGS, EVENTS, FLAGS, block_flag_text, event_text, flag_base, pipe_name
+from .values import BLOCK_FLAGS, EVENTS, FLAGS, PAIR, block_flag_text, event_text, flag_base, pipe_name
 
 PIPE_TIMES = {"V": "tV", "MTE1": "t1", "MTE2": "t2", "MTE3": "t3", "M": "tM", "FIX": "tF", "S": "s"}
 # The profiler's names of the pipes (msprof: aic_* on the cube core, aiv_* on a vector core).
@@ -522,9 +522,7 @@ class TimingLowering(Lowering):
 
     @staticmethod
     def _macro_bases() -> tuple[int, int, int]:
-        from .values import _PAIR
-
-        return _PAIR["MTE2", "MTE1"], _PAIR["MTE1", "MTE2"], _PAIR["M", "MTE1"]
+        return PAIR["MTE2", "MTE1"], PAIR["MTE1", "MTE2"], PAIR["M", "MTE1"]
 
     def _macro_wait(self, indent: int, base: int, event: str) -> None:
         if event != "-1":

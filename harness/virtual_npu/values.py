@@ -17,6 +17,7 @@ import numpy as np
 
 from . import ops_cube, ops_dma, ops_vector  # noqa: F401 - they register their ops
 from .errors import DeadlockError, HazardError, UnknownOpError, VirtualNPUError
+from .hardware import LOCAL_BYTES
 from .hazards import Tracker
 from .hivm import Function, MemRef, Op
 from .lower import SILENT, Lowering, as_tuple, is_pure, mixed, static_shape
@@ -36,7 +37,6 @@ from .ops import PIPES, lookup
 from .scalars import HELPERS
 from .split import STORE
 
-LOCAL_BYTES = {"ub": 196608, "cbuf": 524288, "cc": 131072}  # Ascend910B3 platform file
 EVENTS = 8  # event ids for each pair of pipes (CANN SetFlag/WaitFlag)
 BLOCK_FLAGS = 16  # cross-core flag ids (AscendNPU-IR, kBlockSyncSetWaitEventIdNum)
 MAX_OUTSTANDING = 15  # sets of a cross-core flag that may wait to be consumed (CANN 8.5)
@@ -45,7 +45,8 @@ SYNC = tuple(
     f"hivm.hir.{name}" for name in ("set_flag", "wait_flag", "pipe_barrier", "sync_block_set", "sync_block_wait")
 )
 
-_PAIR = {(a, b): (i * len(PIPES) + j) * EVENTS for i, a in enumerate(PIPES) for j, b in enumerate(PIPES)}
+# Index of event 0 of each pair of pipes among a core's flags.
+PAIR = {(a, b): (i * len(PIPES) + j) * EVENTS for i, a in enumerate(PIPES) for j, b in enumerate(PIPES)}
 FLAGS = len(PIPES) ** 2 * EVENTS
 
 
@@ -59,7 +60,7 @@ def pipe_name(text: str) -> str:
 
 def flag_base(op: Op) -> int:
     """Index of event 0 of a set_flag's or wait_flag's pair of pipes."""
-    return _PAIR[pipe_name(op.attrs["set_pipe"]), pipe_name(op.attrs["wait_pipe"])]
+    return PAIR[pipe_name(op.attrs["set_pipe"]), pipe_name(op.attrs["wait_pipe"])]
 
 
 def flag_name(index: int) -> str:
@@ -208,14 +209,14 @@ class ValueLowering(Lowering):
         the macro cancel; -1 stands for none."""
         sync = operands[7:14]
         waits, sets, backs = sync[0:2], sync[2:4], sync[5:7]
-        forward, backward = _PAIR["MTE2", "MTE1"], _PAIR["MTE1", "MTE2"]
-        bases = f"{forward}, {backward}, {_PAIR['M', 'MTE1']}"
+        forward, backward = PAIR["MTE2", "MTE1"], PAIR["MTE1", "MTE2"]
+        bases = f"{forward}, {backward}, {PAIR['M', 'MTE1']}"
         for event in waits:
             if event != "-1":
                 self.emit(indent, f"core.macro_wait({forward}, {event})", op)
         for event in backs:
             if event != "-1":
-                self.emit(indent, f"core.macro_present({_PAIR['M', 'MTE1']}, {event})", op)
+                self.emit(indent, f"core.macro_present({PAIR['M', 'MTE1']}, {event})", op)
         self.track(indent, f"mmad(ops[{op.number}], ({', '.join(operands)},), {bases})", op)
         self.emit(indent, f"k{op.number}({', '.join(operands)})", op)
         for event in sets:
