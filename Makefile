@@ -62,7 +62,7 @@ test: ## the tests
 test-full: ## the slow tests: the whole matrix of shapes (hours)
 	$(PY) -m pytest -m slow $(ARGS)
 
-bench: ## host time of the toolchain and of the virtual NPU
+bench: ## host time of the toolchain and of the virtual NPU, instructions a second; writes results/bench.json
 	$(PY) -m pytest -o addopts= -W error -p no:cacheprovider --benchmark-only tests/bench_virtual_npu.py $(ARGS)
 
 calibrate: ## the virtual NPU's times beside published ones of a 910B3; writes results/calibration.json

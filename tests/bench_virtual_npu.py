@@ -1,9 +1,13 @@
 """Host time of the toolchain and of the virtual NPU (`make bench`); nothing here is time of a
-kernel on an NPU."""
+kernel on an NPU. Writes results/bench.json: seconds (median), and instructions a second."""
 
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +15,47 @@ import torch
 from backward import attention_bwd
 from forward import attention_fwd
 from harness import virtual_npu
-from harness.configs import input_rule, select
+from harness.configs import cases, input_rule, select
 from harness.reference import reference_bwd, reference_fwd
+from harness.results import write_json
+from harness.studies.trace import case_call
 from tests.submissions.right.small_triton import attention_fwd as small_fwd
 from tests.submissions.right.small_triton import small_fwd_kernel
 
 SCALE = input_rule().sm_scale
+BENCH = Path(__file__).resolve().parent.parent / "results" / "bench.json"
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[dict[str, Any]]:
+    """What was measured, by benchmark; written at the end."""
+    found: dict[str, Any] = {}
+    yield found
+    if found:
+        write_json(BENCH, {"cpus": os.cpu_count(), "rows": found})
+
+
+@pytest.fixture
+def keep(rows: dict[str, Any], benchmark: Any, request: pytest.FixtureRequest) -> Callable[[int], None]:
+    """Record this benchmark, which executed that many instructions of the machine."""
+
+    def record(instructions: int) -> None:
+        seconds = benchmark.stats.stats.median
+        rate = instructions / seconds
+        benchmark.extra_info["instructions_per_second"] = round(rate)
+        name = request.node.name.removeprefix("test_")
+        rows[name] = {
+            "seconds": round(seconds, 4), "instructions": instructions, "instructions_per_second": round(rate),
+        }  # fmt: skip
+
+    return record
+
+
+def _instructions(call: Callable[[], object], cores: int) -> int:
+    """Instructions that a call executes on the pipes of all cores."""
+    with virtual_npu.run("values", hazards=True, cores=cores) as recording:
+        call()
+    return sum(kernel.report["instructions"] for kernel in recording.kernels)
 
 
 def _inputs(n: int, d: int, heads: int = 1) -> list[torch.Tensor]:
@@ -43,7 +82,7 @@ def test_compile_small_kernel(benchmark, release, tmp_path, monkeypatch) -> None
 
 @pytest.mark.parametrize("hazards", [False, True])
 @pytest.mark.parametrize(("n", "d"), [(1024, 64), (1024, 256), (4096, 64)])
-def test_forward_values(benchmark, n, d, hazards) -> None:
+def test_forward_values(benchmark, keep, n, d, hazards) -> None:
     """Values of one head."""
     q, k, v, _ = _inputs(n, d)
 
@@ -53,11 +92,12 @@ def test_forward_values(benchmark, n, d, hazards) -> None:
 
     out = benchmark.pedantic(values, rounds=3, warmup_rounds=1)
     assert torch.isfinite(out).all()
+    keep(_instructions(lambda: attention_fwd(q, k, v, False, SCALE), cores=1))
 
 
 @pytest.mark.parametrize("hazards", [False, True])
 @pytest.mark.parametrize("d", [64, 256])
-def test_backward_values(benchmark, d, hazards) -> None:
+def test_backward_values(benchmark, keep, d, hazards) -> None:
     """Values of one head with n=1024."""
     q, k, v, dout = _inputs(1024, d)
     out, lse = reference_fwd(q, k, v, False, SCALE)
@@ -69,20 +109,29 @@ def test_backward_values(benchmark, d, hazards) -> None:
 
     dq = benchmark.pedantic(values, rounds=3, warmup_rounds=1)
     assert torch.isfinite(dq).all()
+    keep(_instructions(lambda: attention_bwd(dout, q, k, v, out, lse, False, SCALE), cores=1))
 
 
-@pytest.mark.parametrize("name", ["P1", "P6"])
-def test_forward_prediction(benchmark, name) -> None:
-    """Predicted time of an official case; the tensors are never touched."""
-    (case,) = select("forward", [name])
-    q, k, v = (torch.empty(case.z, case.h, case.n, case.d, dtype=case.torch_dtype) for _ in range(3))
+TIMED = [(case.suite, case.name) for suite in ("forward", "backward") for case in cases(suite)
+         if case.kind == "performance" and case.dtype == "fp16"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("suite", "name"), TIMED)
+def test_prediction(benchmark, keep, suite, name) -> None:
+    """Predicted time of a whole official case; the tensors are never touched. All twelve
+    together should take less than five minutes."""
+    (case,) = select(suite, [name])
+    call = case_call(suite, case, None)
+    reports: list[dict[str, Any]] = []
 
     def predict() -> float:
         with virtual_npu.run(mode="timing") as recording:
-            attention_fwd(q, k, v, case.causal, SCALE)
+            call()
+        reports[:] = [kernel.report for kernel in recording.kernels]
         return recording.ms
 
-    assert benchmark.pedantic(predict, rounds=2, warmup_rounds=1) > 0
+    assert benchmark.pedantic(predict, rounds=1) > 0
+    keep(sum(report["instructions"] for report in reports))
 
 
 def test_reference(benchmark) -> None:

@@ -175,6 +175,7 @@ def test_markdown_tables() -> None:
     assert "| 128,8,1024,128 | causal | fp16 | passed | 1 of 1024 | 5.98 | 2.99 | 9 | 0.5 | 25% |" in text
     assert "own, predicted" in text
     assert "baseline: textbook, same run" in text
+    assert "\nforward: score " in text and "\nbackward: score " in text  # each with its interval
     with pytest.raises(ValueError, match="document must have a suite with a score"):
         markdown.tables(report.document(DEVICE, results[:3]))
 

@@ -139,13 +139,12 @@ def core_arguments(
     return [hidden[kind] if kind in hidden else next(rest) for kind in kinds]
 
 
-def run_values(
-    program: Program, values: list[Any], grid: tuple[int, int, int], state: State
-) -> dict[str, dict[str, int]]:
+def run_values(program: Program, values: list[Any], grid: tuple[int, int, int], state: State) -> dict[str, Any]:
     """Execute every program of the grid, core by core as the hardware would hand them out.
 
     Returns:
-        With hazards, `repeated_stores`: how often both vector cores stored the same, by line.
+        With hazards: `instructions`, how many the pipes executed; `repeated_stores`, how often
+        both vector cores stored the same, by line.
     """
     blocks = grid[0] * grid[1] * grid[2]
     # The compiled program finds its slice of the workspace by its block number.
@@ -158,6 +157,7 @@ def run_values(
     board = Board() if state.options.get("hazards") else None
     cores = make_cores(program, board)
     arguments = [core_arguments(program, core.kind, workspace_view, lock_view, values, grid) for core in cores]
+    instructions = 0
     with np.errstate(all="ignore"):
         for block in range(blocks):
             for core in cores:
@@ -165,4 +165,6 @@ def run_values(
             if board is not None:
                 board.start_block(block, [memory for core in cores for memory in core.memories.values()])
             run_block(cores, arguments, block, blocks, schedule)
-    return {} if board is None else {"repeated_stores": dict(board.repeated)}
+            if board is not None:
+                instructions += sum(sum(tracker.count) for tracker in board.trackers)
+    return {} if board is None else {"instructions": instructions, "repeated_stores": dict(board.repeated)}

@@ -864,6 +864,11 @@ class TimedCore:
     def ready(self, wait: tuple[int, int] | None) -> bool:
         return wait is None or all(queues[wait[1]] for queues in self.received)
 
+    def instructions(self) -> int:
+        """Executed instructions of the pipes; those of dynamic size are left out."""
+        pieces = zip(self.code.counts, self.counts, strict=True)
+        return sum(number * sum(step.pipe != "S" for step in count.steps) for count, number in pieces)
+
     def steps(self) -> Iterable[tuple[Step, float]]:
         """Each step with its number of executions (for dynamic ones: its amount)."""
         for count, number in zip(self.code.counts, self.counts, strict=True):
@@ -1164,6 +1169,7 @@ def _report(timed: Timed, program: Program, state: State) -> dict[str, Any]:
         "read_bytes": traffic["read"],
         "write_bytes": traffic["write"],
         "cross_core_wait": {f"{c.kind}{c.sub}": c.cross_wait for c in timed.cores},
+        "instructions": sum(core.instructions() for core in timed.cores),
     }
 
 
