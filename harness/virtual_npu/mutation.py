@@ -1,10 +1,10 @@
 """Mutation of a compiled kernel: what if one synchronisation were missing?
 
-For each synchronisation of the program, explicit or made by the compiler, the program is
-run without it; a deletion counts as noticed when the virtual NPU reports an error or the
-results change in one of the launches. What goes unnoticed is either redundant, never
-reached by these launches, or a hole in the model: `redundancy` looks for evidence of the
-first.
+For each synchronisation of the program, explicit or made by the compiler, an op of its own
+or one of the flags that `mmadL1` takes as operands, the program is run without it. A
+deletion counts as noticed when the virtual NPU reports an error or the results change in one
+of the launches. What goes unnoticed is either redundant, never reached by these launches, or
+a hole in the model: `redundancy` looks for evidence of the first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 
 from . import redundancy
 from .errors import VirtualNPUError
-from .hivm import Op, Region
+from .hivm import Function, Op, Region, Value
 from .launch import Launch
 from .program import Program
 from .values import SYNC as SYNCS
@@ -32,12 +32,35 @@ NO_EVIDENCE = (
 )
 
 
-@dataclass
-class Mutant:
-    """A program without one op, and where that op stood."""
+_FRESH = 10**9  # number of a value that no program has
+MACRO = "hivm.hir.mmadL1"
+# Its flag operands that can be left out alone. (Without its M->MTE1 flags, operands 12 and 13,
+# the macro drains L0 itself: slower, not less safe.)
+MACRO_FLAGS = {7: "wait for A", 8: "wait for B", 9: "set after A", 10: "set after B"}
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A synchronisation: an op, or one of the flag operands of mmadL1."""
 
     core: str
     op: Op
+    operand: int | None = None
+
+    @property
+    def detail(self) -> str:
+        """What tells which synchronisation this is."""
+        if self.operand is not None:
+            return MACRO_FLAGS[self.operand]
+        keys = ("pipe", "set_pipe", "wait_pipe", "tpipe", "static_event_id", "static_flag_id")
+        return ", ".join(f"{key} {self.op.attrs[key]}" for key in keys if key in self.op.attrs)
+
+
+@dataclass
+class Mutant:
+    """A program without one synchronisation."""
+
+    sync: Sync
     program: Program
 
 
@@ -47,7 +70,7 @@ class Outcome:
 
     Attributes:
         core: "AIC" or "AIV".
-        op: the deleted op and its line.
+        op: the deleted op and its line, or the mmadL1 without one of its flags.
         detail: which synchronisation it is.
         noticed: an error was reported, or the results changed.
         error: the report; empty when only the values changed or nothing did.
@@ -73,37 +96,57 @@ def _region_of(region: Region, op: Op) -> Region | None:
     return next((found for found in inner if found is not None), None)
 
 
-def detail(op: Op) -> str:
-    """The attributes that tell which synchronisation this is."""
-    keys = ("pipe", "set_pipe", "wait_pipe", "tpipe", "static_event_id", "static_flag_id")
-    return ", ".join(f"{key} {op.attrs[key]}" for key in keys if key in op.attrs)
+def syncs(program: Program) -> list[Sync]:
+    """The synchronisations of a program."""
+    found = []
+    for core, function in program.functions.items():
+        none = {op.results[0] for op in function.walk() if op.name == "arith.constant" and op.attrs["value"] == -1}
+        for op in function.walk():
+            if op.name in SYNCS:
+                found.append(Sync(core, op))
+            elif op.name == MACRO:
+                found += [Sync(core, op, i) for i in MACRO_FLAGS if op.operands[i] not in none]
+    return found
 
 
-def syncs(program: Program) -> list[tuple[str, Op]]:
-    """The synchronisations of a program, with their core."""
-    return [(core, op) for core, function in program.functions.items() for op in function.walk() if op.name in SYNCS]
-
-
-def mutants(program: Program) -> Iterator[Mutant]:
-    """One program (to run with hazards) for each synchronisation that can be left out.
-
-    The mutants share the parsed module, from which the op is absent until the next one is
-    asked for.
-    """
-    hazards = program.hazards  # compiled before anything is left out
-    for core, op in syncs(program):
-        function = program.functions[core]
+@contextlib.contextmanager
+def _without(function: Function, sync: Sync) -> Iterator[None]:
+    """The function without a synchronisation, for a block."""
+    op, operand = sync.op, sync.operand
+    if operand is None:
         region = _region_of(function.body, op)
         assert region is not None
         index = next(i for i, candidate in enumerate(region.ops) if candidate is op)
         del region.ops[index]
         try:
-            mutant = Program(program.name, program.text)
-            mutant.__dict__["module"] = program.module
-            mutant.__dict__["hazards"] = {**hazards, core: compile_values(function, hazards=True)}
-            yield Mutant(core, op, mutant)
+            yield
         finally:
             region.ops.insert(index, op)
+        return
+    none = Op("arith.constant", [], [Value(_FRESH, "i64")], {"value": -1}, [], op.place, -1)
+    before, op.operands[operand] = op.operands[operand], none.results[0]
+    function.body.ops.insert(0, none)
+    try:
+        yield
+    finally:
+        del function.body.ops[0]
+        op.operands[operand] = before
+
+
+def mutants(program: Program) -> Iterator[Mutant]:
+    """One program (to run with hazards) for each synchronisation that can be left out.
+
+    The mutants share the parsed module, from which the synchronisation is absent until the
+    next one is asked for.
+    """
+    hazards = program.hazards  # compiled before anything is left out
+    for sync in syncs(program):
+        function = program.functions[sync.core]
+        with _without(function, sync):
+            mutant = Program(program.name, program.text)
+            mutant.__dict__["module"] = program.module
+            mutant.__dict__["hazards"] = {**hazards, sync.core: compile_values(function, hazards=True)}
+            yield Mutant(sync, mutant)
 
 
 @contextlib.contextmanager
@@ -176,16 +219,17 @@ def survey(
     runners = [_Runner(launch, seconds) for launch in launches]
     total = len(syncs(program))
     outcomes: list[Outcome] = []
-    unnoticed: list[tuple[Outcome, Op]] = []
+    unnoticed: list[tuple[Outcome, Sync]] = []
     for mutant in mutants(program):
-        outcome = Outcome(mutant.core, str(mutant.op), detail(mutant.op), noticed=False)
+        sync = mutant.sync
+        outcome = Outcome(sync.core, str(sync.op), sync.detail, noticed=False)
         for runner in runners:
             outcome.noticed, outcome.error = runner.noticed(mutant.program)
             if outcome.noticed:
                 break
         outcomes.append(outcome)
         if not outcome.noticed:
-            unnoticed.append((outcome, mutant.op))
+            unnoticed.append((outcome, sync))
         progress(len(outcomes), total)
     if unnoticed:
         logs = []
@@ -193,11 +237,11 @@ def survey(
             runner.restore()
             logs += redundancy.record(runner.launch)
         runs = redundancy.reached(logs)
-        for outcome, op in unnoticed:
-            if not runs[op.number]:
+        for outcome, sync in unnoticed:
+            if not runs[sync.op.number]:
                 outcome.argument = NOT_REACHED
                 continue
-            found = redundancy.argument(logs, program.functions, op)
+            found = redundancy.argument(logs, program.functions, sync.op)
             outcome.argument, outcome.proven = found or NO_EVIDENCE, found is not None
     for runner in runners:
         runner.restore()

@@ -98,14 +98,14 @@ class Log:
 
 
 class _LoggingLowering(ValueLowering):
-    """Values-mode code that also marks each synchronisation it executes."""
+    """Values-mode code that also marks each synchronisation that it executes."""
 
     def prologue(self) -> Iterable[str]:
         yield from super().prologue()
         yield "mark = log_of(core)"
 
     def device(self, op: Op, indent: int) -> None:
-        if op.name in SYNC:
+        if op.name in SYNC or op.name == "hivm.hir.mmadL1":
             self.emit(indent, f"mark({op.number})", op)
         super().device(op, indent)
 
