@@ -5,13 +5,14 @@ JOBS ?= 2
 SUITE ?= forward
 CASE ?= P1
 ARGS ?=
+RESUME ?=
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PIP_VERSION := 26.3
 TORCH := torch==2.13.0+cpu
 SECOND := 1.2.0
 SECOND_DIR := .toolchain/bishengir-$(SECOND)
-SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS)
+SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS) $(if $(RESUME),--resume)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check score test test-full check-full report bench calibrate trace profile mutation schedules sensitivity lint clean
@@ -19,6 +20,7 @@ SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS)
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  RELEASE=1.1.0|1.2.0 (compiler), JOBS=N (cases at a time), ARGS='...' (see python -m scoring --help)"
+	@echo "  RESUME=1 goes on with a check or score that was ended before its last case"
 	@echo "  DEVICE=npu|virtual in the environment chooses the device"
 
 setup: ## .venv with pinned packages and both compilers; NPU=1 keeps the machine's torch, torch_npu, triton-ascend

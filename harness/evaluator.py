@@ -78,6 +78,8 @@ class Settings:
             raise ValueError(f"jobs must be at least 1, got {self.jobs}")
         if not self.seconds > 0:
             raise ValueError(f"seconds must be above 0, got {self.seconds}")
+        if self.memory_bytes < 1 << 30:
+            raise ValueError(f"memory_bytes must be at least 1 GiB, got {self.memory_bytes}")
 
 
 def judges(device: str) -> bool:

@@ -12,6 +12,7 @@ import torch
 from harness import devices
 from harness.configs import SUITES, Case, select
 from harness.evaluator import MODES, Evaluator, Settings, evaluate, judges
+from harness.journal import Journal, fingerprint
 from harness.results import CaseResult, Status, write_json
 from harness.virtual_npu import CONTEST_RELEASE, RELEASES
 
@@ -51,6 +52,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=float, metavar="S", help="limit of one call in seconds; default: 180, with --full 1800"
     )
+    parser.add_argument(
+        "--memory", type=float, metavar="GIB", help="limit of one child; default: 6, on an accelerator 32"
+    )
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        metavar="FILE",
+        help="finished cases, for --resume; default: FILE of --json with .journal, else results/local/MODE.journal",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was ended: see --journal")
     parser.add_argument("--seed", type=int, default=0, help="public part of the inputs' seed; default: 0")
     parser.add_argument("--secret", type=int, help="secret part, to repeat a run; default: drawn anew")
     return parser
@@ -81,9 +92,9 @@ def main(argv: list[str] | None = None) -> int:
             release=arguments.release,
             mode=arguments.mode,
             full=full,
-            memory_bytes=(6 if device_kind == "virtual" else 32) << 30,
             jobs=arguments.jobs,
             seconds=arguments.timeout or (1800.0 if full else 180.0),
+            memory_bytes=int((arguments.memory or (6 if device_kind == "virtual" else 32)) * 2**30),
             public_seed=arguments.seed,
             **options,
         )
@@ -107,18 +118,33 @@ def main(argv: list[str] | None = None) -> int:
     json_path: Path | None = arguments.json
     if json_path is None and timed and not arguments.case and arguments.suite == "all":
         json_path = SCORE_JSON
-    results: list[CaseResult] = []
+    place = json_path.with_name(f"{json_path.name}.journal") if json_path and json_path != SCORE_JSON else None
+    place = arguments.journal or place or REPOSITORY / "results" / "local" / f"{arguments.mode}.journal"
+    journal = Journal(place, fingerprint(submissions, settings, device))
+    try:
+        results = [result for result in journal.start(arguments.resume) if result.case in chosen]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    left = [case for case in chosen if case not in {result.case for result in results}]
+    if arguments.resume:
+        console.print(f"resumed: {len(results)} of {len(chosen)} cases are finished, {os.path.relpath(place)}")
 
-    def keep(result: CaseResult) -> None:
-        results.append(result)
-        reporter.finished(result)
-        if json_path is not None:
+    def write() -> None:
+        if json_path is not None and results:
             write_json(json_path, document(device, results, timed))
 
+    def keep(result: CaseResult) -> None:
+        journal.add(result)
+        results.append(result)
+        reporter.finished(result)
+        write()
+
+    write()
     interrupted = False
-    with Reporter(console, len(chosen)) as reporter:
+    with Reporter(console, len(chosen), len(results)) as reporter:
         try:
-            evaluate(chosen, submissions, settings, on_result=keep, on_start=reporter.started)
+            evaluate(left, submissions, settings, on_result=keep, on_start=reporter.started)
         except KeyboardInterrupt:
             interrupted = True
     console.print()

@@ -204,8 +204,8 @@ def print_report(console: Console, device: dict[str, str], results: Sequence[Cas
 class Reporter:
     """Shows progress: a bar on a terminal, one plain line for each finished case elsewhere."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        self.console, self.total, self.done = console, total, 0
+    def __init__(self, console: Console, total: int, done: int = 0) -> None:
+        self.console, self.total, self.done = console, total, done
         self.running: list[str] = []
         self.progress: Progress | None = None
         if console.is_terminal:
@@ -216,7 +216,7 @@ class Reporter:
                 TimeElapsedColumn(),
                 console=console,
             )
-            self.task = self.progress.add_task("", total=total)
+            self.task = self.progress.add_task("", total=total, completed=done)
 
     def __enter__(self) -> Reporter:
         if self.progress:
