@@ -15,7 +15,7 @@ SECOND_DIR := .toolchain/bishengir-$(SECOND)
 SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS) $(if $(RESUME),--resume)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check score test test-full check-full report bench calibrate trace profile mutation schedules sensitivity lint clean
+.PHONY: help setup check score test test-full submission npu-schema check-full report bench calibrate trace profile mutation schedules sensitivity lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,12 @@ check: ## correctness of both suites
 
 score: ## correctness, then time; writes results/score.json
 	$(SCORING) --mode score $(ARGS)
+
+submission: ## forward.py and backward.py alone in dist/submission, with a proof that they run there
+	$(PY) -m scoring.submission $(ARGS)
+
+npu-schema: ## the calls into torch_npu against an unpacked wheel; WHEEL=FOLDER
+	$(PY) -m harness.fake_npu.check "$(WHEEL)"
 
 check-full: ## correctness of all heads of all cases (hours)
 	$(SCORING) --mode check --full $(ARGS)

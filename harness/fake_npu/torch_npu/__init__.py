@@ -113,7 +113,8 @@ def _plain(value: Any) -> Any:
 
 
 def _wrapped(value: Any) -> Any:
-    return value.as_subclass(NpuTensor) if isinstance(value, torch.Tensor) else value
+    whole = isinstance(value, torch.Tensor) and not isinstance(value, NpuTensor)
+    return value.as_subclass(NpuTensor) if whole else value
 
 
 def _torch_function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -135,11 +136,11 @@ def _torch_function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             target = _is_npu(named[0])
             kwargs = {key: "cpu" if key == "device" else x for key, x in kwargs.items()}
             args = tuple("cpu" if i == 1 and name == "to" and x is named[0] else x for i, x in enumerate(args))
-        result = func(*_walk(tuple(args), _plain), **{key: _walk(x, _plain) for key, x in kwargs.items()})
+        result = func(*args, **kwargs)
         if on_npu != target and name in ("to", "cpu"):
             result = result.clone()  # a copy, never an alias of the other memory
         if not target:
-            return result
+            return _walk(result, _plain) if on_npu else result
         if name in _FRESH and result.is_floating_point():
             result.fill_(torch.nan)
         _advance(OP_MS)
