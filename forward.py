@@ -176,16 +176,37 @@ def _rows(base, ROWS: tl.constexpr, row, BR: tl.constexpr):
 
 
 @triton.jit
+def _block(t, blocks, CAUSAL: tl.constexpr):
+    """Query block of step t: up through one head and down through the next, so that (causal)
+    consecutive items are about equally long: the cube works on one while the vector cores
+    work on the other."""
+    i_m = t % blocks
+    if CAUSAL:
+        i_m += t // blocks % 2 * (blocks - 1 - 2 * i_m)
+    return i_m
+
+
+@triton.jit
+def _columns(tile, column: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Columns of a tile in L1. Only columns: the matrix unit's loads take the pitch of a
+    fractal column from the tile's size, which a slice of rows would falsify."""
+    return al.extract_slice(tile, (0, column), (ROWS, COLS), (1, 1))
+
+
+@triton.jit
+def _keys(base, N, row, F: tl.constexpr, D: tl.constexpr):
+    """Block pointer to 128 F keys as a tile [128, F D]: column block f has keys f, f + F, ..."""
+    return tl.make_block_ptr(base, (N // F, F * D), (F * D, 1), (row // F, 0), (128, F * D), (1, 0))
+
+
+@triton.jit
 def _softmax_rows(
-    scores, probs, stats, o_n, scale, row, r,
-    MASK: tl.constexpr, BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr,
+    scores, probs, stats, scale, r,
+    BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """exp((s - m) scale) of R rows of a group of scores; m and the row sums go to `stats`."""
     b_s = tl.load(_tile(scores, BM, KG, r, 0, R, KG))  # [R, KG]
-    if MASK:
-        o_m = (row + r + tl.arange(0, R)).to(tl.float32)
-        b_s = tl.where(o_m[:, None] >= o_n[None, :], b_s, float("-inf"))
-    elif ASCEND:
+    if ASCEND:
         _hint(b_s, "hivm.multi_buffer", 2)  # in a mixed kernel only the cube's loads are double-buffered by default
     b_m = tl.max(b_s, 1)
     # The small stores come before the large one: the next rows wait for them only.
@@ -193,6 +214,41 @@ def _softmax_rows(
     b_p = tl.exp((b_s - b_m[:, None]) * scale)
     tl.store(_rows(stats + BM, BM, r, R), tl.sum(b_p, 1))
     tl.store(_tile(probs, BM, KG, r, 0, R, KG), b_p.to(probs.type.element_ty))
+
+
+@triton.jit
+def _softmax_causal(
+    scores, probs, stats, bias, keys, scale, r,
+    BM: tl.constexpr, KG: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The same for the first `keys` columns, the last W of which take `bias` [R, W]."""
+    # Two chunks of rows, for what double-buffered loads would do: a hint in a nested loop
+    # makes bishengir give up the split over the vector cores.
+    r1 = r + R
+    b_t0 = tl.load(_tile(scores, BM, KG, r, keys - W, R, W)) + tl.load(_tile(bias, 2 * W, W, r, 0, R, W))
+    b_t1 = tl.load(_tile(scores, BM, KG, r1, keys - W, R, W)) + tl.load(_tile(bias, 2 * W, W, r1, 0, R, W))
+    b_e0 = b_t0
+    b_e1 = b_t1
+    for c in range(0, keys - W, W):
+        b_e0 = tl.maximum(b_e0, tl.load(_tile(scores, BM, KG, r, c, R, W)), propagate_nan=tl.PropagateNan.ALL)
+        b_e1 = tl.maximum(b_e1, tl.load(_tile(scores, BM, KG, r1, c, R, W)), propagate_nan=tl.PropagateNan.ALL)
+    b_m0 = tl.max(b_e0, 1)
+    b_m1 = tl.max(b_e1, 1)
+    tl.store(_rows(stats, BM, r, R), b_m0)
+    tl.store(_rows(stats, BM, r1, R), b_m1)
+    b_l0 = tl.exp((b_t0 - b_m0[:, None]) * scale)
+    tl.store(_tile(probs, BM, KG, r, keys - W, R, W), b_l0.to(probs.type.element_ty))
+    b_l1 = tl.exp((b_t1 - b_m1[:, None]) * scale)
+    tl.store(_tile(probs, BM, KG, r1, keys - W, R, W), b_l1.to(probs.type.element_ty))
+    for c in range(0, keys - W, W):
+        b_p0 = tl.exp((tl.load(_tile(scores, BM, KG, r, c, R, W)) - b_m0[:, None]) * scale)
+        b_l0 += b_p0
+        tl.store(_tile(probs, BM, KG, r, c, R, W), b_p0.to(probs.type.element_ty))
+        b_p1 = tl.exp((tl.load(_tile(scores, BM, KG, r1, c, R, W)) - b_m1[:, None]) * scale)
+        b_l1 += b_p1
+        tl.store(_tile(probs, BM, KG, r1, c, R, W), b_p1.to(probs.type.element_ty))
+    tl.store(_rows(stats + BM, BM, r, R), tl.sum(b_l0, 1))
+    tl.store(_rows(stats + BM, BM, r1, R), tl.sum(b_l1, 1))
 
 
 @triton.jit
@@ -214,16 +270,17 @@ def _merge(partial, acc, stats, running, scale, r, BM: tl.constexpr, D: tl.const
 
 @triton.jit
 def attention_fwd_kernel_pipeline(
-    q, k, v, out, lse, scores, probs, partial, acc, stats,
+    q, k, v, out, lse, scores, probs, partial, acc, stats, bias,
     stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on,
     scale, H, TILES, N,
-    CAUSAL: tl.constexpr, GROUPS: tl.constexpr, HALVES: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
-    KG: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RD: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
+    CAUSAL: tl.constexpr, GROUPS: tl.constexpr, HALVES: tl.constexpr, BH: tl.constexpr, F: tl.constexpr,
+    U: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Forward with cube and vector cores on different items; N is a multiple of KG and BM.
+    """Forward with cube and vector cores on different items; K and V have rows without gaps,
+    N is a multiple of BM and of W = 128 F, and without a mask of KG.
 
-    An item is a block of BM = HALVES * BH query rows against a group of KG keys. In step i
+    An item is a block of BM = HALVES * BH query rows against a group of at most KG keys. In step i
       cube    scores(i) = Q K^T to scratch, event 0; waits for event 1; P V of item i - 1, event 2
       vector  waits for event 0; P(i) and its row statistics, event 1; waits for event 2; merges
               item i - 1 into the rows' running result, or finishes them
@@ -235,11 +292,15 @@ def attention_fwd_kernel_pipeline(
     it waited for event 1 of item i - 2, which both vector cores set after reading them, and
     so on for each buffer.
 
+    W keys are one load of K or V (see `_keys`), so the columns of the scores are in the order
+    of `_key_order`; P V undoes it.
+
     Each program takes a run of query blocks, of equal length to one block; GROUPS says
-    that a block can have more than one group. The causal mask is applied only to groups on
-    the diagonal; groups above it are skipped.
+    that a block can have more than one group. A causal item ends with the last keys that its
+    rows see; `bias` [2 W, W] hides the rest of its last W columns, and its second half is zero.
     """
     BM: tl.constexpr = HALVES * BH
+    W: tl.constexpr = 128 * F
     SLOTS: tl.constexpr = 4
     pid = tl.program_id(0)
     first = pid * TILES // tl.num_programs(0)
@@ -255,7 +316,7 @@ def attention_fwd_kernel_pipeline(
     if CAUSAL:
         items = 0
         for t in range(first, last):
-            items += (t % blocks * BM + BM + KG - 1) // KG
+            items += (_block(t, blocks, CAUSAL) * BM + BM + KG - 1) // KG
     # Query block and group of this step's item and of the last one.
     i_t = first
     i_g = 0
@@ -267,27 +328,33 @@ def attention_fwd_kernel_pipeline(
         if items > 0:
             if i < items:
                 i_head = i_t // blocks
-                row = i_t % blocks * BM
+                row = _block(i_t, blocks, CAUSAL) * BM
                 q_head = q + (i_head // H).to(tl.int64) * stride_qz + (i_head % H).to(tl.int64) * stride_qh
                 k_head = k + (i_head // H).to(tl.int64) * stride_kz + (i_head % H).to(tl.int64) * stride_kh
                 scores_slot = scores + i % 2 * BM * KG
                 b_q0 = tl.load(tl.make_block_ptr(q_head, (N, D), (stride_qn, 1), (row, 0), (BH, D), (1, 0)))
                 if HALVES == 2:
                     b_q1 = tl.load(tl.make_block_ptr(q_head, (N, D), (stride_qn, 1), (row + BH, 0), (BH, D), (1, 0)))
+                keys = KG
+                if CAUSAL:
+                    keys = tl.minimum(KG, (row + BM + W - 1) // W * W - i_g * KG)
                 # Two results live in L0C at once: one is drained while the other is computed.
-                for n in range(0, KG, BN * (3 - HALVES)):
-                    o_k = i_g * KG + n
-                    b_k0 = tl.load(tl.make_block_ptr(k_head, (N, D), (stride_kn, 1), (o_k, 0), (BN, D), (1, 0)))
-                    b_s0 = tl.dot(b_q0, tl.trans(b_k0))  # [BH, BN]
+                for n in range(0, keys, W):
                     if HALVES == 2:
-                        b_s1 = tl.dot(b_q1, tl.trans(b_k0))  # [BH, BN]
-                        tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
-                        tl.store(_tile(scores_slot, BM, KG, BH, n, BH, BN), b_s1)
+                        b_k = tl.load(_keys(k_head, N, i_g * KG + n, F, D))  # [128, F D]
+                        for f in tl.static_range(F):
+                            b_s0 = tl.dot(b_q0, tl.trans(_columns(b_k, f * D, 128, D)))  # [BH, 128]
+                            b_s1 = tl.dot(b_q1, tl.trans(_columns(b_k, f * D, 128, D)))  # [BH, 128]
+                            tl.store(_tile(scores_slot, BM, KG, 0, n + f * 128, BH, 128), b_s0)
+                            tl.store(_tile(scores_slot, BM, KG, BH, n + f * 128, BH, 128), b_s1)
                     else:
-                        p_k1 = tl.make_block_ptr(k_head, (N, D), (stride_kn, 1), (o_k + BN, 0), (BN, D), (1, 0))
-                        b_s1 = tl.dot(b_q0, tl.trans(tl.load(p_k1)))  # [BH, BN]
-                        tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
-                        tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
+                        p_k = tl.make_block_ptr(
+                            k_head, (N // F, F * D), (F * D, 1), ((i_g * KG + n) // F, 0), (128, D), (1, 0)
+                        )
+                        b_s0 = tl.dot(b_q0, tl.trans(tl.load(p_k)))  # [BH, 128]
+                        b_s1 = tl.dot(b_q0, tl.trans(tl.load(tl.advance(p_k, (0, D)))))  # [BH, 128]
+                        tl.store(_tile(scores_slot, BM, KG, 0, n, BH, 128), b_s0)
+                        tl.store(_tile(scores_slot, BM, KG, 0, n + 128, BH, 128), b_s1)
                 if ASCEND:
                     _sync_set("cube", "vector", 0)
                     _sync_wait("cube", "vector", 0)
@@ -296,20 +363,18 @@ def attention_fwd_kernel_pipeline(
                 probs_slot = probs + i % 2 * BM * KG
                 stats_slot = stats + i % SLOTS * 2 * BM
                 if CAUSAL:
-                    diagonal = (i_g * KG + KG > row).to(tl.int32)
-                    o_n = (i_g * KG + tl.arange(0, KG)).to(tl.float32)
-                    for r in range(0, BM * (1 - diagonal), R):
-                        _softmax_rows(scores_slot, probs_slot, stats_slot, o_n, scale, row, r, False, BM, KG, R)
-                    for r in range(0, BM * diagonal, RD):
-                        _softmax_rows(scores_slot, probs_slot, stats_slot, o_n, scale, row, r, True, BM, KG, RD)
+                    hides = (i_g * KG + keys >= row + BM).to(tl.int32)
+                    bias_rows = bias + (row % W * hides + W * (1 - hides)) * W
+                    for r in range(0, BM, 2 * R):
+                        _softmax_causal(scores_slot, probs_slot, stats_slot, bias_rows, keys, scale, r, BM, KG, W, R)
                 else:
                     for r in range(0, BM, R):
-                        _softmax_rows(scores_slot, probs_slot, stats_slot, 0, scale, row, r, False, BM, KG, R)
+                        _softmax_rows(scores_slot, probs_slot, stats_slot, scale, r, BM, KG, R)
                 if ASCEND:
                     _sync_set("vector", "cube", 1)
             if i > 0:
                 i_head0 = i_t0 // blocks
-                row0 = i_t0 % blocks * BM
+                row0 = _block(i_t0, blocks, CAUSAL) * BM
                 v_head = v + (i_head0 // H).to(tl.int64) * stride_vz + (i_head0 % H).to(tl.int64) * stride_vh
                 o_head = out + (i_head0 // H).to(tl.int64) * stride_oz + (i_head0 % H).to(tl.int64) * stride_oh
                 lse_rows = lse + i_head0.to(tl.int64) * N + row0
@@ -320,10 +385,15 @@ def attention_fwd_kernel_pipeline(
                 else:
                     tl.debug_barrier()
                 b_pv = tl.zeros([BM, D], tl.float32)
-                for n in range(0, KG, KP):
-                    p_v = tl.make_block_ptr(v_head, (N, D), (stride_vn, 1), (i_g0 * KG + n, 0), (KP, D), (1, 0))
-                    b_v = tl.load(p_v)  # [KP, D]
-                    b_pv = tl.dot(tl.load(_tile(probs_slot0, BM, KG, 0, n, BM, KP)), b_v, b_pv)  # [BM, D]
+                keys0 = KG
+                if CAUSAL:
+                    keys0 = tl.minimum(KG, (row0 + BM + W - 1) // W * W - i_g0 * KG)
+                for n in range(0, keys0, W * U):
+                    for u in tl.static_range(U):
+                        b_v = tl.load(_keys(v_head, N, i_g0 * KG + n + u * W, F, D))  # [128, F D]
+                        b_p = tl.load(_tile(probs_slot0, BM, KG, 0, n + u * W, BM, W))  # [BM, W]
+                        for f in tl.static_range(F):
+                            b_pv = tl.dot(_columns(b_p, f * 128, BM, 128), _columns(b_v, f * D, 128, D), b_pv)
                 tl.store(_tile(partial_slot, BM, D, 0, 0, BM, D), b_pv)
                 if ASCEND:
                     _sync_set("cube", "vector", 2)
@@ -369,7 +439,7 @@ def attention_fwd_kernel_pipeline(
             i_g0 = i_g
             count = N // KG
             if CAUSAL:
-                count = (i_t % blocks * BM + BM + KG - 1) // KG
+                count = (_block(i_t, blocks, CAUSAL) * BM + BM + KG - 1) // KG
             done = (i_g + 1 == count).to(tl.int32)
             i_t += done
             i_g = (i_g + 1) * (1 - done)
@@ -572,19 +642,21 @@ def _tiling_cuda(sq: int, sk: int, d: int) -> tuple[int, int, dict[str, int]]:
     return _fitting(bm, sq, 16), _fitting(bn, sk, 16), {"num_warps": warps, "num_stages": stages}
 
 
-# The pipeline's constexprs by head dimension and causal: query rows in HALVES times BH, scores
-# in tiles of BN keys, groups of KG keys, P V in steps of KP keys, softmax in chunks of R rows
-# (RD on the diagonal), results in chunks of RO rows. Found on the virtual NPU.
+# The pipeline's settings by head dimension and causal: query rows in HALVES times BH, F keys
+# in a row of L1, groups of KG keys (GROUP_LONG where N allows it), P V in U times 128 F keys,
+# softmax in chunks of R rows, results in chunks of RO rows, MB: whether the compiler
+# double-buffers the cube's tiles (else the two of an unrolled body take turns). Found on the
+# virtual NPU.
 _PIPELINES = {
-    (64, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 16, "RD": 16, "RO": 128},
-    (64, True): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 512, "KP": 256, "R": 64, "RD": 32, "RO": 256},
-    (128, False): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 1024, "KP": 128, "R": 16, "RD": 16, "RO": 64},
-    (128, True): {"HALVES": 2, "BH": 128, "BN": 128, "KG": 512, "KP": 128, "R": 64, "RD": 32, "RO": 256},
-    (256, False): {"HALVES": 1, "BH": 128, "BN": 128, "KG": 1024, "KP": 256, "R": 16, "RD": 16, "RO": 64},
-    (256, True): {"HALVES": 1, "BH": 128, "BN": 128, "KG": 512, "KP": 256, "R": 32, "RD": 32, "RO": 128},
+    (64, False): {"HALVES": 2, "BH": 128, "F": 2, "U": 1, "KG": 1024, "R": 16, "RO": 128, "MB": True},
+    (64, True): {"HALVES": 2, "BH": 128, "F": 2, "U": 1, "KG": 1024, "R": 32, "RO": 128, "MB": True},
+    (128, False): {"HALVES": 2, "BH": 128, "F": 2, "U": 1, "KG": 1024, "R": 16, "RO": 64, "MB": True},
+    (128, True): {"HALVES": 2, "BH": 128, "F": 2, "U": 1, "KG": 1024, "R": 32, "RO": 128, "MB": True},
+    (256, False): {"HALVES": 1, "BH": 128, "F": 2, "U": 2, "KG": 1024, "R": 16, "RO": 64, "MB": False},
+    (256, True): {"HALVES": 1, "BH": 128, "F": 2, "U": 1, "KG": 1024, "R": 32, "RO": 64, "MB": False},
 }
-# Long rows without a mask: larger groups, fewer merges; 6 MiB of scores and probs for each core.
-_LONG_GROUP = {"KG": 2048, "R": 8}
+# Long rows: larger groups, fewer merges; 6 MiB of scores and probs for each core.
+_LONG_GROUP = {False: {"KG": 2048, "R": 8}, True: {"KG": 2048}}
 
 _PIPELINE_OPTIONS = {
     "disable_auto_inject_block_sync": True,  # the kernel's events are the whole hand-over
@@ -593,11 +665,14 @@ _PIPELINE_OPTIONS = {
 
 
 def _pipeline_settings(n: int, d: int, causal: bool) -> dict[str, int] | None:
-    """The pipeline's constexprs for a shape, or None where it does not apply."""
+    """The pipeline's settings for a shape, or None where it does not apply."""
     settings = _PIPELINES.get((d, causal))
-    if settings is not None and not causal and n % _LONG_GROUP["KG"] == 0:
-        settings = settings | _LONG_GROUP
-    if settings is None or n % (settings["HALVES"] * settings["BH"]) or n % settings["KG"]:
+    if settings is None:
+        return None
+    if n % _LONG_GROUP[causal]["KG"] == 0:
+        settings = settings | _LONG_GROUP[causal]
+    rows, width = settings["HALVES"] * settings["BH"], 128 * settings["F"] * settings["U"]
+    if n % rows or n % (width if causal else settings["KG"]):
         return None
     return settings
 
@@ -620,11 +695,27 @@ def get_path(
     return "pipeline" if blocks >= 2 * cores else "general"
 
 
+def _key_order(parts: int) -> torch.Tensor:
+    """Key in each column of 128 * parts scores: those of one L1 row stand 128 columns apart."""
+    return (torch.arange(128) * parts + torch.arange(parts)[:, None]).flatten()
+
+
+@functools.lru_cache
+def _causal_bias(parts: int, device: torch.device) -> torch.Tensor:
+    """[2 W, W], W = 128 * parts: what to add to the last W scores of row r (mod W), then zeros."""
+    width = 128 * parts
+    hidden = torch.arange(width)[:, None] < _key_order(parts)
+    return torch.zeros(2 * width, width).masked_fill_(torch.cat([hidden, hidden & False]), -math.inf).to(device)
+
+
 def _forward_pipeline(q, k, v, causal, scale, cores):
     """Launch of the pipeline; its scratch depends on the cores only."""
     z, h, n, d = q.shape
+    # The pipeline loads several keys as one row of L1, so it needs rows without gaps.
+    k, v = (x if x.stride(2) == d else x.contiguous() for x in (k, v))
     settings = _pipeline_settings(n, d, causal)
     rows, group = settings["HALVES"] * settings["BH"], settings["KG"]
+    kernel = {name: value for name, value in settings.items() if name != "MB"}
     out = torch.empty((z, h, n, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((z, h, n), dtype=torch.float32, device=q.device)
 
@@ -634,15 +725,14 @@ def _forward_pipeline(q, k, v, causal, scale, cores):
     acc = torch.zeros(cores * 2 * rows * d, dtype=torch.float32, device=q.device)
     stats = torch.zeros((cores, 6, 2, rows), dtype=torch.float32, device=q.device)
     stats[:, 5, 0] = -math.inf
-
     attention_fwd_kernel_pipeline[(cores,)](
         q, k, v, out, lse,
         scratch(2 * rows * group), scratch(2 * rows * group, q.dtype), scratch(2 * rows * d),
-        acc, stats,
+        acc, stats, _causal_bias(settings["F"], q.device),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         scale, h, z * h * n // rows, n,
-        CAUSAL=causal, GROUPS=n > group, D=d, **settings,
-        **(_PIPELINE_OPTIONS if ASCEND.value else {"num_warps": 8, "num_stages": 1}),
+        CAUSAL=causal, GROUPS=n > group, D=d, **kernel,
+        **(_PIPELINE_OPTIONS | {"multibuffer": settings["MB"]} if ASCEND.value else {"num_warps": 8, "num_stages": 1}),
     )  # fmt: skip
     return out, lse
 
