@@ -320,7 +320,7 @@ def attention_fwd_kernel_pipeline(
     # Query block and group of this step's item and of the last one.
     i_t = first
     i_g = 0
-    i_t0 = first
+    i_t0 = first - 1  # of its own: Triton 3.6 would not carry a copy of `first` through the loop
     i_g0 = 0
     for i in range(0, items + 1):
         # bishengir keeps the events of a loop body that stands under one `if` (1.2.0 drops
@@ -457,11 +457,21 @@ def _device_index() -> int:
     return triton.runtime.driver.active.get_current_device()
 
 
-def _core_count() -> int:
+def _active_core_count() -> int:
     """AI cores of the active device (one cube core and two vector cores each); on CUDA its multiprocessors."""
     driver = triton.runtime.driver.active
     properties = driver.utils.get_device_properties(driver.get_current_device())
     return int(properties["num_aicore" if ASCEND.value else "multiprocessor_count"])
+
+
+@functools.lru_cache
+def _chip_core_count(device: torch.device) -> int:
+    return _active_core_count()
+
+
+def _core_count(tensor: torch.Tensor) -> int:
+    """`_active_core_count`, kept for a chip, which answers in a millisecond; the virtual NPU's may change."""
+    return _active_core_count() if tensor.device.type == "cpu" else _chip_core_count(tensor.device)
 
 
 @functools.lru_cache
@@ -775,7 +785,7 @@ def attention_fwd(q, k, v, causal=False, sm_scale=None, *, block_m=None, block_n
     shift = _shift(causal, sq, sk)
     masked = shift is not None
     _prepare_device(q)
-    cores, release = _core_count(), _compiler_release(_device_index())
+    cores, release = _core_count(q), _compiler_release(_device_index())
     q, k, v = (_rows_apart(x) for x in (q, k, v))
     plain = ASCEND.value and block_m is None and block_n is None and (h, sq, d) == (hk, sk, dv)
     if plain and get_path(z, h, sq, d, masked, scale, cores, release) == "pipeline":
