@@ -83,13 +83,13 @@ profile: ## predicted cycles of a case by source line; SUITE and CASE as for tra
 	$(PY) -m harness.studies.profile --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
 
 mutation: ## does every deleted synchronisation get noticed? writes results/mutation.json
-	$(PY) -m harness.studies.surveys $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m harness.studies.surveys $(ARGS)
 
 schedules: ## no hazard under four schedules, both compilers, all official configurations? writes results/schedules.json
-	$(PY) -m harness.studies.schedules $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m harness.studies.schedules $(ARGS)
 
-sensitivity: ## what the predicted times hang on
-	$(PY) -m harness.studies.sensitivity $(ARGS)
+sensitivity: ## what the predicted times hang on; writes results/sensitivity.json
+	OMP_NUM_THREADS=1 $(PY) -m harness.studies.sensitivity $(ARGS)
 
 lint: ## ruff and mypy
 	$(PY) -m ruff check .

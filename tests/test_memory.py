@@ -106,7 +106,7 @@ def test_bytes_as_is_a_typed_window() -> None:
 def two_buffers() -> tuple[View, View]:
     """Two planned buffers of 64 bytes; the second one starts in the middle of the first."""
     home = Memory("ub", "ub", 96)
-    first, second = home.buffer("buffer one"), home.buffer("buffer two")
+    first, second = home.buffer("buffer one", 0, 64), home.buffer("buffer two", 32, 96)
     first.share(second)
     return View(first, "f32", 0, (16,), (1,)), View(second, "f32", 32, (16,), (1,))
 
@@ -136,7 +136,7 @@ def test_a_buffer_does_not_inherit_what_another_one_wrote() -> None:
 def test_an_op_over_its_operand_is_legal() -> None:
     """Planned in place: the result is a buffer of its own on the same bytes."""
     home = Memory("ub", "ub", 64)
-    operand, result = home.buffer("operand"), home.buffer("result")
+    operand, result = home.buffer("operand", 0, 64), home.buffer("result", 0, 64)
     operand.share(result)
     source, target = View(operand, "f32", 0, (16,), (1,)), View(result, "f32", 0, (16,), (1,))
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_an_op_over_its_operand_is_legal() -> None:
 
 def test_packed_booleans_take_bytes_over_too() -> None:
     home = Memory("ub", "ub", 64)
-    numbers, bits = home.buffer("numbers"), home.buffer("bits")
+    numbers, bits = home.buffer("numbers", 0, 64), home.buffer("bits", 60, 64)
     numbers.share(bits)
     view = View(numbers, "f32", 0, (16,), (1,))
     view.mark_written()

@@ -42,7 +42,7 @@ PAGE = 1 << 14  # bytes; regions of a large memory are found by page
 ORDERED = (INDEX["M"], INDEX["S"])  # pipes whose own accesses to the same bytes stay in order
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Access:
     """An instruction of a pipe, by its number there.
 

@@ -37,12 +37,14 @@ class Memory:
     """Bytes of one memory. `written` has one flag for each byte, or is None where reads
     need no check (tensors of the caller)."""
 
-    __slots__ = ("data", "home", "losses", "lost_to", "name", "rivals", "space", "written")
+    __slots__ = ("data", "high", "home", "live", "losses", "lost_to", "low", "name", "rivals", "space", "written")
 
     def __init__(self, name: str, space: str, size: int | None = None, data: np.ndarray | None = None) -> None:
         self.name = name
         self.space = space
         self.home = self
+        self.low = self.high = 0  # of a buffer: where it lies
+        self.live = False  # of a buffer: some byte is its own
         self.rivals: list[Memory] = []  # buffers that share some of these bytes
         self.losses = 0  # how often bytes went to a rival
         self.lost_to = ""
@@ -54,10 +56,11 @@ class Memory:
             self.data = np.full(size, POISON, np.uint8)
             self.written = np.zeros(size, np.bool_)
 
-    def buffer(self, name: str) -> Memory:
-        """A planned buffer: the same bytes at the same offsets, its own record of what is written."""
+    def buffer(self, name: str, low: int, high: int) -> Memory:
+        """A planned buffer of bytes `low` to `high` (exclusive): offsets stay those of this
+        memory, what is written is its own record."""
         made = Memory(name, self.space, data=self.data)
-        made.home = self
+        made.home, made.low, made.high = self, low, high
         made.written = np.zeros(len(self.data), np.bool_)
         return made
 
@@ -73,6 +76,7 @@ class Memory:
             self.written[low:high] = False
             self.losses += 1
             self.lost_to = rival.name
+            self.live = bool(self.written[self.low : self.high].any())
 
 
 class View:
@@ -201,10 +205,12 @@ class View:
             return
         if self.dtype != "i1":
             self.array()  # bounds
-        if self.memory.rivals:
+        live = [rival for rival in self.memory.rivals if rival.live]
+        if live:
             low, high = self.hull()
-            for rival in self.memory.rivals:
+            for rival in live:
                 rival.lose(low, high, self.memory)
+        self.memory.live = True
         self._written()[...] = True
         self.marked = self.known = True
 

@@ -314,14 +314,14 @@ class Core:
             if space not in self.memories:
                 raise UnknownOpError(f"{self.name} has no memory {space}")
             home = self.memories[space]
-            buffer = home.buffer(f"{home.name}, buffer of {self.code.ops[number]}")
             offset = address * 8 if dtype == "i1" else address
-            found = View(buffer, dtype, offset, shape, contiguous_strides(shape))
-            low, high = found.hull()
-            for other in self.pointers.values():
-                start, stop = other.hull()
-                if other.memory.home is home and start < high and low < stop:
-                    buffer.share(other.memory)
+            strides = contiguous_strides(shape)
+            low, high = View(home, dtype, offset, shape, strides).hull()
+            buffer = home.buffer(f"{home.name}, buffer of {self.code.ops[number]}", low, high)
+            for other in {id(view.memory): view.memory for view in self.pointers.values()}.values():
+                if other.home is home and other.low < high and low < other.high:
+                    buffer.share(other)
+            found = View(buffer, dtype, offset, shape, strides)
             self.pointers[key] = found
         return found
 
