@@ -286,9 +286,11 @@ def attention_bwd_kernel_dq(
             tl.store(p_dq, b_dq_out)
 
 
-def _prepare_device(tensor: torch.Tensor) -> None:
+def _prepare_device(q: torch.Tensor) -> None:
     """CPU tensors run on the virtual NPU, which is imported only then."""
-    if tensor.device.type == "cpu":
+    if q.device.type not in ("cpu", "npu", "cuda"):
+        raise ValueError(f"q must be on an NPU, a CUDA GPU, or on the CPU for the virtual NPU, got {q.device}")
+    if q.device.type == "cpu":
         from harness import virtual_npu
 
         virtual_npu.install()
@@ -318,10 +320,6 @@ def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor | None) ->
     if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(f"{name} must have a head dimension from 1 to {MAX_HEAD_DIM}, got {tensor.shape[3]}")
     if like is None:
-        if tensor.device.type not in ("cpu", "npu", "cuda"):
-            raise ValueError(
-                f"{name} must be on an NPU, on a CUDA GPU, or on the CPU for the virtual NPU, got {tensor.device}"
-            )
         return
     if tensor.dtype != like.dtype:
         raise TypeError(f"{name} must have the dtype of q, {like.dtype}, got {tensor.dtype}")
@@ -473,7 +471,8 @@ def attention_bwd(dout, q, k, v, out, lse, causal=False, sm_scale=None, *, layou
         dout: gradient of out, with its shape and dtype, any strides.
         q, k, v, out, lse: as given to and returned by the forward; the same limits. Each of
             dout, q, k, v and out whose last dimension is not unit-stride, or whose rows are
-            all one row, is copied once; so is lse if it is not contiguous.
+            all one row, is copied once; so is lse if it is not contiguous, and out and dout
+            whose Dv is 1.
         causal, sm_scale, layout: as in the forward.
 
     Returns:
@@ -519,6 +518,8 @@ def _backward_general(dout, q, k, v, out, lse, shift, scale, layout):
     q, out, dout = (_pad_rows(x, max(dkdv_m, dq_m)) for x in (q, out, dout))
     k, v = (_pad_rows(x, max(dkdv_n, dq_n)) for x in (k, v))
     rows, keys = q.shape[2], k.shape[2]
+    if dv == 1:  # the vector cores load a column only where its elements are neighbours
+        out, dout = out.contiguous(), dout.contiguous()
     if rows > sq:
         lse = torch.nn.functional.pad(lse, (0, rows - sq))
     cores, vector_cores = _device_counts()

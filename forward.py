@@ -445,9 +445,11 @@ def attention_fwd_kernel_pipeline(
             i_g = (i_g + 1) * (1 - done)
 
 
-def _prepare_device(tensor: torch.Tensor) -> None:
+def _prepare_device(q: torch.Tensor) -> None:
     """CPU tensors run on the virtual NPU, which is imported only then."""
-    if tensor.device.type == "cpu":
+    if q.device.type not in ("cpu", "npu", "cuda"):
+        raise ValueError(f"q must be on an NPU, a CUDA GPU, or on the CPU for the virtual NPU, got {q.device}")
+    if q.device.type == "cpu":
         from harness import virtual_npu
 
         virtual_npu.install()
@@ -500,10 +502,6 @@ def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor | None) ->
     if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(f"{name} must have a head dimension from 1 to {MAX_HEAD_DIM}, got {tensor.shape[3]}")
     if like is None:
-        if tensor.device.type not in ("cpu", "npu", "cuda"):
-            raise ValueError(
-                f"{name} must be on an NPU, on a CUDA GPU, or on the CPU for the virtual NPU, got {tensor.device}"
-            )
         return
     if tensor.dtype != like.dtype:
         raise TypeError(f"{name} must have the dtype of q, {like.dtype}, got {tensor.dtype}")

@@ -203,7 +203,6 @@ LONG = torch.zeros((), dtype=torch.float16).expand(1, 2, (1 << 24) + 1, 64)
         bad("q", GOOD.to_sparse(), TypeError, r"q must be a dense tensor \(torch.strided\), got torch.sparse_coo"),
         bad("q", WIDE, ValueError, "q must have a head dimension from 1 to 256, got 257"),
         bad("v", WIDE, ValueError, "v must have a head dimension from 1 to 256, got 257"),
-        bad("q", GOOD.to("meta"), ValueError, "q must be on an NPU, or on the CPU for the virtual NPU, got meta"),
         bad("k", GOOD.expand(3, -1, -1, -1), ValueError, "k must have the batch size of q, 1, got 3"),
         bad("k", GOOD[..., :48], ValueError, "k must have the head dimension of q, 64, got 48"),
         bad("k", GOOD.repeat(1, 2, 1, 1), ValueError, "v must have the number of heads of k, 4, got 2"),

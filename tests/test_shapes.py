@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import backward
+import forward
 from backward import attention_bwd
 from forward import attention_fwd
 from harness import virtual_npu
@@ -173,7 +175,7 @@ def sample(count: int, seed: int, releases=virtual_npu.RELEASES) -> Iterator[Cas
         yield Case(sq, sk, d, dv, ratio, causal, dtype, layout, release, heads)
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(sample(26, 6)), ids=str)
+@pytest.mark.parametrize(("number", "case"), list(enumerate(sample(13, 6))), ids=str)
 def test_matrix(number, case) -> None:
     run(case, number)
 
@@ -189,6 +191,170 @@ def test_full_matrix(n, d) -> None:
         sq, sk = lengths(n, relation, rng)
         release = virtual_npu.RELEASES[number % 2]
         run(Case(sq, sk, d, d, ratio, causal, dtype, ("BNSD", "BSND")[number // 2 % 2], release), number)
+
+
+@pytest.mark.parametrize(("d", "release"), [(1, "1.1.0"), (7, "1.2.0"), (129, "1.1.0"), (255, "1.2.0")])
+def test_any_head_dim(d, release) -> None:
+    """No multiple of the fractal, of 32 bytes or of anything; v's differs."""
+    run(Case(70, 90, d, 256 - d, 2, "bottom-right", torch.float16, release=release), d)
+
+
+def test_a_chosen_tile_longer_than_the_rows(release) -> None:
+    rng = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 1, n, 40, generator=rng).half() for n in (20, 50, 50))
+    with poisoned_memory(), virtual_npu.run(release=release, hazards=True):
+        out, lse = attention_fwd(q, k, v, "bottom-right", block_m=32, block_n=64)
+    gold = golden(q, k, v, torch.zeros_like(q), "bottom-right", 40**-0.5)
+    plain = golden(q, k, v, torch.zeros_like(q), "bottom-right", 40**-0.5, q.dtype)
+    compare("out", out, gold[0], plain[0])
+    compare("lse", lse, gold[1], plain[1])
+
+
+# Layouts.
+
+
+def both_ways(q, k, v, dout, causal, **options) -> None:
+    """The views give, bit for bit, what their contiguous copies give."""
+    results = []
+    for tensors in ((q, k, v, dout), [x.contiguous() for x in (q, k, v, dout)]):
+        q, k, v, dout = tensors
+        with poisoned_memory(), virtual_npu.run(hazards=True, cores=2):
+            out, lse = attention_fwd(q, k, v, causal, **options)
+            results.append((out, lse, *attention_bwd(dout, q, k, v, out, lse, causal, **options)))
+    for name, a, b in zip(NAMES, *results, strict=True):
+        assert torch.equal(a, b), name
+        assert a.isfinite().all(), name
+
+
+def test_chunks_of_a_fused_tensor() -> None:
+    """q and k from one [Z, S, H, 3 D] projection, v transposed, dout a transposed BSND."""
+    rng = torch.Generator().manual_seed(2)
+    q, k, _ = torch.randn(2, 70, 2, 72, generator=rng).half().chunk(3, -1)
+    v = torch.randn(2, 2, 70, 24, generator=rng).half()
+    dout = torch.randn(2, 70, 2, 24, generator=rng).half().transpose(1, 2)
+    both_ways(q.transpose(1, 2), k.transpose(1, 2), v, dout, True)
+    both_ways(q, k, v.transpose(1, 2), dout.transpose(1, 2), True, layout="BSND")
+
+
+def test_a_last_dimension_that_is_not_unit_stride_and_expanded_tensors() -> None:
+    """Those are copied: q transposed in its last two dimensions, rows of dout that are all one
+    row, k with one head and one batch for all."""
+    rng = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 2, 24, 70, generator=rng).half().transpose(2, 3)
+    k = torch.randn(1, 1, 70, 24, generator=rng).half().expand(2, 2, -1, -1)
+    v = torch.randn(2, 2, 70, 24, generator=rng).half()
+    dout = torch.randn(2, 2, 1, 24, generator=rng).half().expand(-1, -1, 70, -1)
+    both_ways(q, k, v, dout, False)
+    both_ways(q, k, v, torch.ones((), dtype=torch.float16).expand(2, 2, 70, 24), False)
+    assert forward._rows_apart(k) is k
+    assert forward._rows_apart(q).is_contiguous()
+    assert forward._rows_apart(dout).is_contiguous()
+
+
+# Values.
+
+
+def huge_positive(q, k, v, dout):
+    return q.abs() * 10, k.abs() * 10, v, dout
+
+
+def huge_negative(q, k, v, dout):
+    return q.abs() * 10, -k.abs() * 10, v, dout
+
+
+def equal_rows(q, k, v, dout):
+    return q * 0, k, v, dout
+
+
+def one_huge_key(q, k, v, dout):
+    k[:, :, 40] *= 200
+    return q, k, v, dout
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (huge_positive, torch.float16),
+        (huge_negative, torch.float16),
+        (equal_rows, torch.float16),
+        (one_huge_key, torch.float16),
+        (huge_negative, torch.bfloat16),
+        (one_huge_key, torch.bfloat16),
+    ],
+)
+def test_values(values, dtype) -> None:
+    """A softmax without the row's maximum overflows; a stand-in for -inf hides real logits; a
+    key beyond the last one scores 0, far above rows of -1000 (NaN in dq: flash-attention#334)."""
+    run(Case(70, 90, 24, 24, 2, "top-left", dtype, scale=0.5), 3, values)
+
+
+def test_logits_below_any_stand_in(release) -> None:
+    """flashinfer#4267: a finite stand-in for -inf outweighs real logits that lie below it."""
+    rng = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 1, n, 24, generator=rng) for n in (40, 70, 70))
+    q, k, v = (q.abs() * 1e4).bfloat16(), (k.abs() * -1e4).bfloat16(), v.bfloat16()
+    for causal in CAUSAL:
+        with poisoned_memory(), virtual_npu.run(release=release, hazards=True):
+            out, lse = attention_fwd(q, k, v, causal, 1e6)
+        gold, plain = (golden(q, k, v, v[:, :, :40], causal, 1e6, rounded) for rounded in (None, q.dtype))
+        compare("out", out, gold[0], plain[0])
+        compare("lse", lse, gold[1], plain[1])
+
+
+def test_fp16_overflow_of_ds_is_reported() -> None:
+    """dS beyond 65504: the gradients are infinite or NaN, as a loss scaler expects, not finite
+    and wrong."""
+    rng = torch.Generator().manual_seed(6)
+    q, k, v, dout = (torch.randn(1, 1, 70, 24, generator=rng).half() for _ in range(4))
+    v, dout = v * 100, dout * 1000
+    out, lse = attention_fwd(q, k, v)
+    dq, dk, _ = attention_bwd(dout, q, k, v, out, lse)
+    exact = golden(q, k, v, dout, False, 24**-0.5)
+    for got, gold in ((dq, exact[2]), (dk, exact[3])):
+        wrong = (got.double() - gold).abs() > 0.05 * gold.abs().max()
+        assert wrong.any()
+        assert not got[wrong].isfinite().any()
+
+
+# Sizes.
+
+
+def test_offsets_beyond_32_bits(tmp_path, monkeypatch) -> None:
+    """fla#1080: each kind of stride that carries an element beyond 2^31, in a sparse file, for
+    inputs and results: batch, head, rows (a later tile's first row lies beyond)."""
+    n, d, row = 200, 16, 1 << 25
+    storage = torch.from_file(str(tmp_path / "sparse"), shared=True, size=n * row, dtype=torch.float16)
+    rng = torch.Generator().manual_seed(7)
+    by_row, by_head, by_batch = (2 * d, d, row, 1), (n * d, 1 << 31, d, 1), (1 << 31, n * d, d, 1)
+    strides = itertools.cycle((by_row, by_head, by_batch))
+    starts = itertools.count(1 << 16, 1 << 16)
+
+    def far(z=2, h=2, n=n, d=d, *_):
+        return storage.as_strided((z, h, n, d), next(strides), next(starts))
+
+    inputs = [far() for _ in range(4)]
+    for x in inputs:
+        x.copy_(torch.randn(x.shape, generator=rng))
+    near = [x.contiguous() for x in inputs]
+    results = []
+    for q, k, v, dout in (near, inputs):
+        if q is inputs[0]:
+            for module in (forward, backward):
+                monkeypatch.setattr(module, "_empty", far)
+        out, lse = attention_fwd(q, k, v, True, 0.5, block_n=64)
+        results.append((out, lse, *attention_bwd(dout, q, k, v, out, lse, True, 0.5)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_more_tiles_than_a_grid_holds() -> None:
+    """triton-ascend#16: a grid of more than 65535 programs is refused. (Memory never touched.)"""
+    q, k, v, out = (torch.empty(1 << 14, 5, 64, 16, dtype=torch.float16) for _ in range(4))
+    lse = torch.empty(1 << 14, 5, 64)
+    with virtual_npu.run("timing") as record:
+        attention_fwd(q, k, v, True)
+        attention_bwd(out, q, k, v, out, lse, True)
+    assert [kernel.grid for kernel in record.kernels] == [(20, 1, 1), (40, 1, 1), (20, 1, 1), (20, 1, 1)]
+    assert all(kernel.ms > 0 for kernel in record.kernels)
 
 
 if __name__ == "__main__":  # a longer sample than the default: python -m tests.test_shapes COUNT SEED
