@@ -153,6 +153,17 @@ def test_pipeline(d, causal, rng) -> None:
     check(*inputs(rng, 1, 2, 1024, d, torch.float16), causal, SCALE, cores=2)
 
 
+def test_pipeline_in_bsnd(rng) -> None:
+    q, k, v = inputs(rng, 1, 2, 1024, 64, torch.float16)
+    turned = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    with virtual_npu.run(cores=2):
+        out, lse = attention_fwd(q, k, v, True, SCALE)
+        out2, lse2 = attention_fwd(*turned, True, SCALE, layout="BSND")
+    assert out2.is_contiguous()
+    assert torch.equal(out2.transpose(1, 2), out)
+    assert torch.equal(lse2, lse)
+
+
 @pytest.mark.parametrize("schedule", ["cube-first", "vector-first", "alternate"])
 def test_pipeline_merges_groups(schedule, rng) -> None:
     """Rows longer than a group: the running maximum moves between groups, also upwards."""
