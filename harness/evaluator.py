@@ -30,10 +30,12 @@ from .measures import Measures, merge
 from .process import Child, ChildCrash, ChildTimeout
 from .reference import reference_fwd
 from .results import CaseResult, Status
+from .static_check import refusals
 
 MODES = ("check", "score")
 WORK = 40.0  # bound of the values of a case, in heads with n=1024 and d=64; see heads_to_check
 CHUNK_ELEMENTS = 1 << 24  # of one tensor, when all heads are checked chunk by chunk
+MOST_REFUSALS = 5  # in one message
 PLACES, SAMPLES = 1 << 20, 2  # of timed calls: first part of their seeds, inputs that take turns
 PEAK_FLOPS = 294.9e12  # of the chip that the virtual NPU models
 LEAST_WORK = 0.98  # of a case's multiply-adds must be seen in a timed call on the virtual NPU
@@ -57,6 +59,7 @@ class Settings:
         public_seed, secret_seed: of the inputs.
         work: bound of the values computed for a case, see `configs.heads_to_check`.
         kernels_required: a submission that launches no kernel does not pass.
+        static_check: a submission that `static_check.refusals` finds fault with is not run.
     """
 
     device: str = "virtual"
@@ -70,6 +73,7 @@ class Settings:
     secret_seed: int = field(default_factory=lambda: secrets.randbits(63))
     work: float = WORK
     kernels_required: bool = True
+    static_check: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -216,6 +220,7 @@ class Evaluator:
             files = {"inputs": f"{folder}/inputs.pt", "outputs": f"{folder}/outputs.pt"}
             torch.save({name: x.cpu() for name, x in inputs.items()}, files["inputs"])
             request = {**self._request("values", case), **files, "expected": form, "cores": _cores(z * h)}
+            request["twice"] = self._repeated(case, z, h) if part == 0 else None
             answer = self._ask(self.child, request)
             wrong = form_fault(case, z, h, answer["returned"])
             if wrong is not None:
@@ -224,11 +229,22 @@ class Evaluator:
             self.checked_kernels |= set(answer["kernels"] or ())
             outputs = dict(zip(OUTPUTS[case.suite], saved["outputs"], strict=True))
             verdict = judge(case, inputs, saved["inputs"], outputs)
+            if verdict.status is Status.PASSED and not answer["repeats"]:
+                text = "two calls on the same inputs gave different outputs"
+                return Verdict(Status.NUMERICAL, text, verdict.measures)
             if verdict.status is Status.PASSED and part == 0 and settings.device != "virtual" and self.place == "cpu":
-                self.notes += self._second_opinions(case, inputs, {**request, "path": ""})
+                self.notes += self._second_opinions(case, inputs, {**request, "path": "", "twice": None})
         if verdict.status is Status.PASSED and settings.kernels_required and answer["kernels"] == []:
             return Verdict(Status.RUNTIME_ERROR, "no Triton kernel was launched", verdict.measures)
         return verdict
+
+    def _repeated(self, case: Case, z: int, h: int) -> tuple[int, int] | None:
+        """Of how many batches and heads the outputs of two calls are compared: all of them where
+        that is cheap, else one, or none where even one is not."""
+        work = self.settings.work
+        if self.settings.device != "virtual" or z * h * work_of_head(case) <= work / 4:
+            return z, h
+        return (1, 1) if 2 * work_of_head(case) <= work / 3 else None
 
     def _second_opinions(self, case: Case, inputs: dict[str, torch.Tensor], request: dict[str, Any]) -> Iterator[str]:
         """What plain fp32 attention on the device and the vendor's operator make of the inputs,
@@ -422,6 +438,18 @@ def evaluate(
     for suite in sorted({case.suite for case in cases}):
         if suite not in submissions:
             raise ValueError(f"submissions must have a file for suite {suite}, got {sorted(submissions)}")
+    results: dict[Case, CaseResult] = {}
+    if settings.static_check:
+        found = {suite: refusals(submissions[suite]) for suite in sorted({case.suite for case in cases})}
+        for case in dict.fromkeys(cases):
+            if found[case.suite]:
+                text = "; ".join(map(str, found[case.suite][:MOST_REFUSALS]))
+                results[case] = CaseResult(case, Status.REFUSED, text)
+                if on_start:
+                    on_start(case)
+                if on_result:
+                    on_result(results[case])
+    given, cases = cases, [case for case in cases if case not in results]
     waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in sorted(cases, key=lambda case: -case.flops / case.heads):
         waiting.put(case)
@@ -445,11 +473,10 @@ def evaluate(
             evaluator.close()
 
     threads = [threading.Thread(target=serve, args=(evaluator,), daemon=True) for evaluator in evaluators]
-    results: dict[Case, CaseResult] = {}
     try:
         for thread in threads:
             thread.start()
-        while len(results) < len(set(cases)):
+        while any(case not in results for case in cases):
             event = events.get()
             if isinstance(event, BaseException):
                 raise event
@@ -461,9 +488,9 @@ def evaluate(
                 on_start(event)
     finally:
         stop.set()
-        if len(results) < len(set(cases)):
+        if any(case not in results for case in cases):
             for evaluator in evaluators:
                 evaluator.kill()
         for thread in threads:
             thread.join(timeout=10)
-    return [results[case] for case in cases]
+    return [results[case] for case in given]

@@ -22,6 +22,7 @@ from .results import CaseResult, Status
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HARNESS = ("harness", "scoring")
+OPTIONS = ("mode", "release", "full", "public_seed", "work", "static_check")
 
 
 def _digest(paths: list[Path]) -> str:
@@ -41,7 +42,9 @@ def fingerprint(submissions: Mapping[str, Path], settings: Settings, device: Map
         },
         "harness": _digest(code),
         "device": dict(device),
-        "options": {name: getattr(settings, name) for name in ("mode", "release", "full", "public_seed", "work")},
+        "options": {
+            name: getattr(settings, name) for name in ("mode", "release", "full", "public_seed", "work", "static_check")
+        },
     }
 
 

@@ -17,6 +17,7 @@ class Status(enum.Enum):
     """Outcome of one case; of several faults the first in this order is reported."""
 
     PASSED = "passed"
+    REFUSED = "refused"
     WRONG_SHAPE = "wrong shape"
     WRONG_DTYPE = "wrong dtype"
     NON_FINITE = "non-finite"

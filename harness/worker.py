@@ -2,7 +2,8 @@
 the answer is one JSON line on the pipe whose number is the first argument.
 
     {"op": "describe"}
-    {"op": "values", "suite", "path" | "baseline", "causal", "sm_scale", "cores", "inputs", "outputs", "expected"}
+    {"op": "values", "suite", "path" | "baseline", "causal", "sm_scale", "cores", "inputs", "outputs", "expected",
+     "twice"}
     {"op": "time", "suite", "path" | "baseline", "causal", "sm_scale", "shapes"}      virtual NPU
     {"op": "ready", "key", as "time", "samples", "places"}                            accelerator
     {"op": "repeat", "key"}
@@ -145,13 +146,27 @@ class Worker:
 
         call = self._call(request)
         inputs = torch.load(request["inputs"], weights_only=True)
+        cores, twice = int(request["cores"]), list(request.get("twice") or ())
+        again = [
+            {name: x[: twice[0], : twice[1]].clone() for name, x in inputs.items()} for _ in range(2 if twice else 0)
+        ]
         with poisoned_memory():
-            returned, kernels = self.device.values(call, inputs, int(request["cores"]))
+            returned, kernels = self.device.values(call, inputs, cores)
         described = _describe_returned(returned)
-        if described == request["expected"]:
-            outputs = [tensor.detach().cpu().contiguous().clone() for tensor in returned]
-            torch.save({"outputs": outputs, "inputs": inputs}, request["outputs"])
-        return {"returned": described, "kernels": kernels}
+        if described != request["expected"]:
+            return {"returned": described, "kernels": kernels}
+        outputs = [tensor.detach().cpu().contiguous().clone() for tensor in returned]
+        torch.save({"outputs": outputs, "inputs": inputs}, request["outputs"])
+        whole = twice == described[0][0][:2]  # then the first call is one of the two
+        both: list[Any] = [outputs] if whole else []
+        for part in again[len(both) :]:
+            with poisoned_memory():
+                both.append(self.device.values(call, part, cores)[0])
+        repeats = not both or (
+            _describe_returned(both[0]) == _describe_returned(both[1])
+            and all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*both, strict=True))
+        )
+        return {"returned": described, "kernels": kernels, "repeats": repeats}
 
     def time(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Predict the time on inputs of the given shapes."""

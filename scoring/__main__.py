@@ -53,6 +53,11 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=float, metavar="S", help="limit of one call in seconds; default: 180, with --full 1800"
     )
     parser.add_argument(
+        "--no-static-check",
+        action="store_true",
+        help="run what harness/static_check.py refuses too, to look for a fault; such a score counts for nothing",
+    )
+    parser.add_argument(
         "--memory", type=float, metavar="GIB", help="limit of one child; default: 6, on an accelerator 32"
     )
     parser.add_argument(
@@ -96,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
             seconds=arguments.timeout or (1800.0 if full else 180.0),
             memory_bytes=int((arguments.memory or (6 if device_kind == "virtual" else 32)) * 2**30),
             public_seed=arguments.seed,
+            static_check=not arguments.no_static_check,
             **options,
         )
     except ValueError as error:
@@ -114,6 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"device: {device['name']} ({device['kind']}), {device['compiler']}; times are {device['time']}")
     if "warning" in device:
         console.print(f"[yellow]warning:[/] {device['warning']}")
+    if arguments.no_static_check:
+        console.print("[yellow]warning:[/] --no-static-check: what this run says counts for nothing")
     timed = arguments.mode == "score"
     json_path: Path | None = arguments.json
     if json_path is None and timed and not arguments.case and arguments.suite == "all":

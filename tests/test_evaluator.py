@@ -40,7 +40,8 @@ def _three(suite: str) -> list[Case]:
 
 
 def _settings(**options) -> Settings:
-    return Settings(**{"jobs": 1, "kernels_required": False, "memory_bytes": MEMORY, "seconds": 60.0, **options})
+    lenient = {"kernels_required": False, "static_check": False}
+    return Settings(**{"jobs": 1, "memory_bytes": MEMORY, "seconds": 60.0, **lenient, **options})
 
 
 WRONG = {
@@ -61,6 +62,9 @@ WRONG = {
     "lazy": (S.NON_FINITE, S.PASSED, "NaN or infinite|^$"),
     "wrong_tile": (S.NUMERICAL, S.NUMERICAL, "off by|relative RMS"),
     "cached": (S.NUMERICAL, S.NUMERICAL, "off by"),
+    "not_repeatable": (S.NUMERICAL, S.NUMERICAL, "two calls on the same inputs gave different outputs"),
+    "skips_tail": (S.NUMERICAL, S.NUMERICAL, "relative RMS|off by"),
+    "sleeps": (S.NON_FINITE, S.NON_FINITE, "NaN or infinite"),
     "prints": (S.RUNTIME_ERROR, S.RUNTIME_ERROR, "answer|exited|judged"),
 }
 
@@ -84,15 +88,18 @@ def assert_matches(pattern: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs_with_children"])
-def test_an_endless_loop_costs_its_time_limit(name: str) -> None:
-    before = {process.pid for process in psutil.process_iter()}
+def test_an_endless_loop_costs_its_time_limit(name: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TEST_RUN", str(tmp_path))  # marks what this run starts; others may test beside it
     start = time.monotonic()
     settings = _settings(seconds=8.0)
     results = evaluate(_three("forward"), {"forward": SUBMISSIONS / "wrong" / f"{name}.py"}, settings)
     assert [result.status for result in results] == [S.PASSED, S.TIMEOUT, S.PASSED]
     assert results[1].message == "no result within 8 s"
     assert time.monotonic() - start < 40
-    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and "1000" in (p.info["cmdline"] or [])]
+    started = [
+        p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TEST_RUN") == str(tmp_path)
+    ]
+    _, left = psutil.wait_procs([p for p in started if p.pid != os.getpid()], timeout=5)
     assert not left
 
 
@@ -175,6 +182,51 @@ def test_only_kernels_that_were_checked_are_timed() -> None:
     assert "ran copying_kernel(BLOCK=4096), which the check on fewer heads did not run" in result.message
 
 
+def test_less_work_when_timed_has_no_time() -> None:
+    """The same kernel for one head instead of all used to get its short predicted time: the
+    virtual NPU computes no values at the full shape."""
+    path = SUBMISSIONS / "wrong" / "fewer_heads_when_timed.py"
+    (result,) = evaluate([_timed_case()], {"forward": path}, _settings(mode="score", kernels_required=True))
+    assert result.status is S.RUNTIME_ERROR
+    assert result.ms is None
+    assert re.search(r"the matrix unit did \d+\.\d% of the multiply-adds that the case needs", result.message)
+
+
+@pytest.mark.parametrize(
+    ("name", "suites", "message"),
+    [
+        ("vendor", ["forward"], r"vendor\.py:4: imports torch_npu \(import\)"),
+        ("atomics", ["backward"], r"atomics\.py:17: uses tl\.atomic_add; results must repeat bit for bit \(atomic\)"),
+        ("sleeps", ["forward", "backward"], r"imports time \(import\)"),
+        ("huge", ["forward", "backward"], r"has no function under @triton\.jit \(kernel\)"),
+    ],
+)
+def test_refused_source_is_never_run(name, suites, message) -> None:
+    path = SUBMISSIONS / "wrong" / f"{name}.py"
+    cases = [case for suite in suites for case in _three(suite)]
+    started, seen = [], []
+    results = evaluate(cases, dict.fromkeys(suites, path), _settings(static_check=True), seen.append, started.append)
+    assert {result.status for result in results} == {S.REFUSED}
+    assert started == cases and seen == results
+    for result in results:
+        assert_matches(message, result.message)
+
+
+def test_a_refused_suite_does_not_spoil_the_other() -> None:
+    submissions = {"forward": SUBMISSIONS / "right" / "small_triton.py", "backward": RIGHT}
+    settings = _settings(static_check=True, kernels_required=True)
+    results = evaluate([_case("forward", 1, True), _case("backward", 1, True)], submissions, settings)
+    assert [result.status for result in results] == [S.PASSED, S.REFUSED]
+    assert "plain_torch.py" in results[1].message
+
+
+def test_atomics_do_not_pass_without_the_static_check_either() -> None:
+    path = SUBMISSIONS / "wrong" / "atomics.py"
+    (result,) = evaluate([_case("backward", 1, True)], {"backward": path}, _settings())
+    assert result.status is not S.PASSED
+    assert "atomic" in result.message
+
+
 def test_all_heads() -> None:
     case = Case("forward", "correctness", 1, "T1", 3, 2, 1024, 64, False, "fp16", "public")
     assert list(chunks(case, _settings(full=True))) == [(3, 2)]
@@ -251,7 +303,7 @@ def test_describe() -> None:
 def test_a_run_that_is_ended_leaves_its_results_and_no_process(number: int, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     arguments = ["--suite", "forward", "--mode", "check", "--case", "F1", "--case", "F2", "--jobs", "1"]
-    arguments += ["--forward", str(SUBMISSIONS / "wrong" / "hangs.py"), "--json", str(path)]
+    arguments += ["--forward", str(SUBMISSIONS / "wrong" / "hangs.py"), "--json", str(path), "--no-static-check"]
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += f"from scoring.__main__ import main; sys.exit(main({arguments}))"
     run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -195,7 +195,7 @@ def _case(suite: str = "forward", kind: str = "performance", causal: bool = True
 def _evaluate(case, path, monkeypatch, record=None, mode="score", **pretend: Any) -> CaseResult:
     for name, value in _environment(record, **pretend).items():
         monkeypatch.setenv(name, value)
-    settings = Settings(device="npu", mode=mode, jobs=1, memory_bytes=3 << 30, seconds=60.0)
+    settings = Settings(device="npu", mode=mode, jobs=1, memory_bytes=3 << 30, seconds=60.0, static_check=False)
     return evaluate([case], {case.suite: path}, settings)[0]
 
 
@@ -257,6 +257,12 @@ def test_a_vendor_operator_that_fails_is_a_note(monkeypatch) -> None:
     assert "no second opinion: vendor on the device: runtime error" in result.message
     assert "no vendor time: runtime error" in result.message
     assert (result.baseline, result.baseline_ms) == ("vendor, published", 9.0)
+
+
+def test_a_submission_that_calls_the_vendor_is_no_kernel(monkeypatch) -> None:
+    result = _evaluate(_case(), SUBMISSIONS / "wrong" / "vendor.py", monkeypatch, mode="check")
+    assert result.status is Status.RUNTIME_ERROR
+    assert result.message == "no Triton kernel was launched"
 
 
 def test_the_command_chooses_the_npu_and_says_what_it_is(tmp_path) -> None:
