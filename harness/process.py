@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.25
 ANSWER_LIMIT = 1 << 20
+MARK = "HARNESS_CHILD"  # environment variable by which all that a child starts is found
 
 
 class ChildTimeout(Exception):
@@ -45,15 +47,18 @@ class Child:
         self._answers = -1
         self._log: BinaryIO | None = None
         self._log_start = 0
+        self._mark = ""
 
     def _start(self) -> subprocess.Popen[bytes]:
         read_fd, write_fd = os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         threads = str(self.threads)
+        self._mark = secrets.token_hex(8)
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
+            MARK: self._mark,
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         command = [sys.executable, "-m", "harness.worker", str(write_fd), self.kind, self.release, threads]
@@ -156,13 +161,13 @@ class Child:
         """End the child from another thread; a request that waits for it raises ChildCrash."""
         process = self._process
         if process is not None:
-            _kill_tree(process)
+            _kill_tree(process, self._mark)
 
     def close(self) -> None:
         """End the child and all its children; a later request starts a new one."""
         process, self._process = self._process, None
         if process is not None:
-            _kill_tree(process)
+            _kill_tree(process, self._mark)
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
@@ -191,9 +196,31 @@ def _memory(pid: int) -> int:
     return used
 
 
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the child's children, also those in a session of their own, and its group."""
-    for member in _tree(process.pid)[1:]:
+def _marked(mark: str) -> list[psutil.Process]:
+    """Processes that were started with this mark, also those whose parent is gone."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def _kill_tree(process: subprocess.Popen[bytes], mark: str) -> None:
+    """SIGKILL to the child and all that it started, in sessions of their own or not.
+
+    All are stopped first: one that sees its child end might start the next one meanwhile.
+    """
+    stopped: set[psutil.Process] = set()
+    while True:
+        new = {*_tree(process.pid), *_marked(mark)} - stopped
+        for member in new:
+            with contextlib.suppress(psutil.Error):
+                member.suspend()
+        stopped |= new
+        if not new:
+            break
+    for member in stopped:
         with contextlib.suppress(psutil.Error):
             member.kill()
     with contextlib.suppress(OSError):
