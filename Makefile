@@ -15,7 +15,7 @@ SECOND_DIR := .toolchain/bishengir-$(SECOND)
 SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS) $(if $(RESUME),--resume)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check score test test-full submission npu-schema check-full report bench calibrate trace profile mutation schedules sensitivity lint clean
+.PHONY: help setup check score test test-full submission npu-doctor npu-rows npu-schema check-full report bench calibrate trace profile mutation schedules sensitivity lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,12 @@ score: ## correctness, then time; writes results/score.json
 
 submission: ## forward.py and backward.py alone in dist/submission, with a proof that they run there
 	$(PY) -m scoring.submission $(ARGS)
+
+npu-doctor: ## on a machine with an NPU: what works there, and times to send back; ARGS=--quick
+	$(PY) -m harness.doctor $(ARGS)
+
+npu-rows: ## take the times of a doctor's file for make calibrate; FILE=npu-doctor.json
+	$(PY) -m harness.doctor --rows "$(FILE)"
 
 npu-schema: ## the calls into torch_npu against an unpacked wheel; WHEEL=FOLDER
 	$(PY) -m harness.fake_npu.check "$(WHEEL)"

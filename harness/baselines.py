@@ -12,7 +12,14 @@ NAMES = ("textbook", "vendor", "reference")
 Call = Callable[[Mapping[str, torch.Tensor]], Any]
 
 
-def baseline(name: str, suite: str, causal: bool, sm_scale: float, kind: str = "virtual") -> Call:
+def baseline(
+    name: str,
+    suite: str,
+    causal: bool,
+    sm_scale: float,
+    kind: str = "virtual",
+    options: Mapping[str, Any] | None = None,
+) -> Call:
     """A call on inputs by name (q, k, v, and dout, out, lse in the backward suite).
 
     Args:
@@ -21,6 +28,7 @@ def baseline(name: str, suite: str, causal: bool, sm_scale: float, kind: str = "
         suite: "forward" or "backward".
         causal, sm_scale: as for `attention_fwd`.
         kind: of the device, see `devices.KINDS`.
+        options: tile sizes and so on, of `textbook_fwd`.
 
     Returns:
         The call. Of "vendor" it returns what the operator does; `outputs` makes out, lse or
@@ -30,7 +38,7 @@ def baseline(name: str, suite: str, causal: bool, sm_scale: float, kind: str = "
         ValueError: another name, or a device without a vendor's operator.
     """
     if name == "textbook":
-        return _textbook(suite, causal, sm_scale)
+        return _textbook(suite, causal, sm_scale, options or {})
     if name == "reference":
         return _reference(suite, causal, sm_scale)
     if name != "vendor":
@@ -40,11 +48,11 @@ def baseline(name: str, suite: str, causal: bool, sm_scale: float, kind: str = "
     return VENDORS[kind](suite, causal, sm_scale)
 
 
-def _textbook(suite: str, causal: bool, sm_scale: float) -> Call:
+def _textbook(suite: str, causal: bool, sm_scale: float, options: Mapping[str, Any]) -> Call:
     from .textbook import textbook_bwd, textbook_fwd
 
     if suite == "forward":
-        return lambda x: textbook_fwd(x["q"], x["k"], x["v"], causal, sm_scale)
+        return lambda x: textbook_fwd(x["q"], x["k"], x["v"], causal, sm_scale, **options)
     return lambda x: textbook_bwd(x["dout"], x["q"], x["k"], x["v"], x["out"], x["lse"], causal, sm_scale)
 
 

@@ -233,7 +233,7 @@ class Evaluator:
                 text = "two calls on the same inputs gave different outputs"
                 return Verdict(Status.NUMERICAL, text, verdict.measures)
             if verdict.status is Status.PASSED and part == 0 and settings.device != "virtual" and self.place == "cpu":
-                self.notes += self._second_opinions(case, inputs, {**request, "path": "", "twice": None})
+                self.notes += self._second_opinions(case, inputs)
         if verdict.status is Status.PASSED and settings.kernels_required and answer["kernels"] == []:
             return Verdict(Status.RUNTIME_ERROR, "no Triton kernel was launched", verdict.measures)
         return verdict
@@ -246,21 +246,58 @@ class Evaluator:
             return z, h
         return (1, 1) if 2 * work_of_head(case) <= work / 3 else None
 
-    def _second_opinions(self, case: Case, inputs: dict[str, torch.Tensor], request: dict[str, Any]) -> Iterator[str]:
+    def _second_opinions(self, case: Case, inputs: dict[str, torch.Tensor]) -> Iterator[str]:
         """What plain fp32 attention on the device and the vendor's operator make of the inputs,
         where it is not what the reference says. Neither changes a verdict."""
         for name in ("reference", "vendor"):
+            verdict = self.baseline_verdict(case, name, inputs)
+            if verdict.status in (Status.RUNTIME_ERROR, Status.TIMEOUT, Status.COMPILE_ERROR):
+                yield f"no second opinion: {name} on the device: {verdict.status.value}: {verdict.message}"
+            elif verdict.status is not Status.PASSED:
+                yield f"second opinion: {name} on the device is {verdict.status.value}: {verdict.message}"
+
+    def baseline_verdict(self, case: Case, name: str, inputs: dict[str, torch.Tensor] | None = None) -> Verdict:
+        """Judge the values of a baseline ("textbook", "vendor", "reference") as a submission's.
+
+        Args:
+            inputs: [z, h, ...]; by default fresh ones for two heads.
+        """
+        inputs = self._inputs(case, 0, 1, min(2, case.h)) if inputs is None else inputs
+        z, h = inputs["q"].shape[:2]
+        with tempfile.TemporaryDirectory(prefix="check-") as folder:
+            files = {"inputs": f"{folder}/inputs.pt", "outputs": f"{folder}/outputs.pt"}
+            torch.save(inputs, files["inputs"])
+            form = [[list(shape), str(dtype)] for shape, dtype in expected(case, z, h).values()]
+            request = {**self._request("values", case), **files, "path": "", "baseline": name}
             try:
-                answer = self._ask(self.trusted, {**request, "baseline": name})
-                if answer["returned"] != request["expected"]:
-                    yield f"second opinion: {name} on the device returned {answer['returned']}"
-                    continue
-                outputs = torch.load(request["outputs"], weights_only=True)["outputs"]
-                verdict = judge(case, inputs, inputs, dict(zip(OUTPUTS[case.suite], outputs, strict=True)))
-                if verdict.status is not Status.PASSED:
-                    yield f"second opinion: {name} on the device is {verdict.status.value}: {verdict.message}"
+                answer = self._ask(self.trusted, {**request, "expected": form, "cores": _cores(z * h)})
             except _Fault as fault:
-                yield f"no second opinion: {name} on the device: {fault.status.value}: {fault}"
+                return Verdict(fault.status, str(fault))
+            wrong = form_fault(case, z, h, answer["returned"])
+            if wrong is not None:
+                return wrong
+            outputs = torch.load(files["outputs"], weights_only=True)["outputs"]
+        return judge(case, inputs, inputs, dict(zip(OUTPUTS[case.suite], outputs, strict=True)))
+
+    def baseline_times(self, case: Case, name: str, **options: Any) -> list[float]:
+        """Times of a baseline on an accelerator, in ms; `options` are the textbook's.
+
+        Raises:
+            RuntimeError: it cannot be timed.
+        """
+        with tempfile.TemporaryDirectory(prefix="time-") as folder:
+            files = {"samples": f"{folder}/samples.pt", "outputs": f"{folder}/outputs.pt"}
+            sample = {name: x.flatten(0, 1) for name, x in self._inputs(case, PLACES, 1, 1).items()}
+            torch.save([sample], files["samples"])
+            request = {**self._time_request(case), "op": "ready", "key": name, "path": "", "baseline": name}
+            times: dict[str, list[float]] = {name: []}
+            try:
+                self._ask(self.trusted, {**request, **files, "places": [0], "options": options})
+                self._take_turns(times, {name: self.trusted}, [])
+                self._ask(self.trusted, {"op": "finish", "key": name, **files})
+            except _Fault as fault:
+                raise RuntimeError(f"{fault.status.value}: {fault}") from None
+        return times[name]
 
     def _time_request(self, case: Case) -> dict[str, Any]:
         dtype = str(case.torch_dtype).removeprefix("torch.")
@@ -315,19 +352,7 @@ class Evaluator:
                     times[key] = []
                 except _Fault as fault:
                     notes.append(f"no {key} time: {fault.status.value}: {fault}")
-            while not enough(times):
-                for key in list(times)[:: 1 if len(times["own"]) % 2 else -1]:  # a drift favours none
-                    try:
-                        one = self._ask(children[key], {"op": "repeat", "key": key})
-                    except _Fault as fault:
-                        if key == "own":
-                            raise
-                        notes.append(f"no {key} time: {fault.status.value}: {fault}")
-                        del times[key]
-                        continue
-                    if key == "own" and one["fault"]:
-                        raise _Fault(Status.NUMERICAL, str(one["fault"]))
-                    times[key].append(_time(one["ms"]))
+            self._take_turns(times, children, notes)
             for key in times:
                 self._ask(children[key], {"op": "finish", "key": key, "outputs": files[key]})
             verdict = self._judge_timed(case, (z, h), inputs, files["own"])
@@ -349,6 +374,25 @@ class Evaluator:
             cube_utilisation=share,
             message="; ".join(notes),
         )
+
+    def _take_turns(self, times: dict[str, list[float]], children: dict[str, Child], notes: list[str]) -> None:
+        """Time repeats of several calls in turn until there are enough. One that fails is left out
+        with a note, unless it is "own"."""
+        rounds = 0
+        while not enough(times):
+            rounds += 1
+            for key in list(times)[:: 1 if rounds % 2 else -1]:  # a drift favours none
+                try:
+                    one = self._ask(children[key], {"op": "repeat", "key": key})
+                except _Fault as fault:
+                    if key == "own" or len(times) == 1:
+                        raise
+                    notes.append(f"no {key} time: {fault.status.value}: {fault}")
+                    del times[key]
+                    continue
+                if key == "own" and one["fault"]:
+                    raise _Fault(Status.NUMERICAL, str(one["fault"]))
+                times[key].append(_time(one["ms"]))
 
     def _judge_timed(
         self, case: Case, heads: tuple[int, int], inputs: Sequence[dict[str, torch.Tensor]], path: str

@@ -103,8 +103,9 @@ def mismatches(found: dict[str, str]) -> list[str]:
     ]
 
 
-def core_count() -> int:
-    """AI cores, by the documented calls in order; a 910B3's where none answers."""
+def core_counts() -> dict[str, int | str]:
+    """AI cores by each documented call, in the order in which they are tried; a text where one
+    fails."""
     npu = api()
 
     def of_triton() -> int:
@@ -113,12 +114,23 @@ def core_count() -> int:
         active = triton.runtime.driver.active
         return int(active.utils.get_device_properties(active.get_current_device())["num_aicore"])
 
-    count = _first(
-        lambda: int(npu.get_device_properties(0).cube_core_num),
-        lambda: int(npu.get_device_limit(0)["cube_core_num"]),
-        of_triton,
-    )
-    return count or CORES
+    ways: dict[str, Callable[[], int]] = {
+        "torch.npu.get_device_properties": lambda: int(npu.get_device_properties(0).cube_core_num),
+        "torch.npu.get_device_limit": lambda: int(npu.get_device_limit(0)["cube_core_num"]),
+        "triton": of_triton,
+    }
+    counts: dict[str, int | str] = {}
+    for name, way in ways.items():
+        try:
+            counts[name] = way()
+        except Exception as error:  # each fails in its own way on a machine that lacks it
+            counts[name] = f"{type(error).__name__}: {error}"
+    return counts
+
+
+def core_count() -> int:
+    """AI cores by the first call that answers; a 910B3's where none does."""
+    return next((count for count in core_counts().values() if isinstance(count, int)), CORES)
 
 
 def l2_bytes() -> int:

@@ -5,7 +5,7 @@ the answer is one JSON line on the pipe whose number is the first argument.
     {"op": "values", "suite", "path" | "baseline", "causal", "sm_scale", "cores", "inputs", "outputs", "expected",
      "twice"}
     {"op": "time", "suite", "path" | "baseline", "causal", "sm_scale", "shapes"}      virtual NPU
-    {"op": "ready", "key", as "time", "samples", "places"}                            accelerator
+    {"op": "ready", "key", as "time", "samples", "places", "options"}                 accelerator
     {"op": "repeat", "key"}
     {"op": "finish", "key", "outputs"}
 
@@ -131,7 +131,7 @@ class Worker:
         causal, sm_scale = bool(request["causal"]), float(request["sm_scale"])
         if request.get("baseline"):
             name, suite, kind = request["baseline"], request["suite"], self.device.kind
-            call = baseline(name, suite, causal, sm_scale, kind)
+            call = baseline(name, suite, causal, sm_scale, kind, request.get("options"))
             return (lambda x: outputs(name, suite, kind, call(x))) if request["op"] == "values" else call
         function = self._function(request)
         if request["suite"] == "forward":

@@ -30,7 +30,6 @@ def test_what_else_is_in_the_folder_is_kept(tmp_path) -> None:
     [
         (("import math", "import math\nfrom harness import virtual_npu"), "forward.py imports harness, which a grader"),
         (("attention = _attention.apply", ""), "forward has no attention"),
-        (("import math", "import no_such_module"), "ModuleNotFoundError"),
         (("b_p = tl.exp(b_s - b_m_new[:, None])", "b_p = tl.exp(b_s - b_m_new[:, None]) * 2"), "errors above 1e-2"),
     ],
 )
