@@ -15,7 +15,7 @@ SECOND_DIR := .toolchain/bishengir-$(SECOND)
 SCORING := $(PY) -m scoring --release $(RELEASE) --jobs $(JOBS) $(if $(RESUME),--resume)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check score test test-full submission npu-doctor npu-rows npu-schema check-full report bench calibrate trace profile mutation schedules sensitivity lint clean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*## .*/\1/p' $(MAKEFILE_LIST))
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ npu-doctor: ## on a machine with an NPU: what works there, and times to send bac
 
 npu-rows: ## take the times of a doctor's file for make calibrate; FILE=npu-doctor.json
 	$(PY) -m harness.doctor --rows "$(FILE)"
+
+npu-profile: ## on a machine with an NPU: msprof's pipe counters beside the prediction; SUITE and CASE as for trace
+	$(PY) -m harness.msprof --suite $(SUITE) --case $(CASE) $(ARGS)
 
 npu-schema: ## the calls into torch_npu against an unpacked wheel; WHEEL=FOLDER
 	$(PY) -m harness.fake_npu.check "$(WHEEL)"
