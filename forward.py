@@ -36,10 +36,25 @@ try:  # triton-ascend 3.2.1 moved its extensions
 except ImportError:
     al = tl
 
-_EXTENSIONS = ("sync_block_set", "sync_block_wait", "compile_hint")
-_sync_set, _sync_wait, _hint = (getattr(al, name, None) for name in _EXTENSIONS)
-# Upstream Triton, for CUDA, has none of them: there one core does all parts, in program order.
-ASCEND = tl.constexpr(_sync_set is not None)
+# Upstream Triton, for CUDA, has no extensions: there one core does all parts, in program order,
+# and a barrier makes what one thread wrote to scratch visible to the others.
+ASCEND = tl.constexpr(hasattr(al, "sync_block_set"))
+if ASCEND.value:
+    _sync_set, _sync_wait, _hint = al.sync_block_set, al.sync_block_wait, al.compile_hint
+else:
+
+    @triton.jit
+    def _sync_set(sender: tl.constexpr, receiver: tl.constexpr, event: tl.constexpr):
+        pass
+
+    @triton.jit
+    def _sync_wait(sender: tl.constexpr, receiver: tl.constexpr, event: tl.constexpr):
+        tl.debug_barrier()
+
+    @triton.jit
+    def _hint(tile, name: tl.constexpr, value: tl.constexpr):
+        pass
+
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # those of the tables below; every other one is rounded up to find its tiles
 MAX_HEAD_DIM = 256
@@ -187,16 +202,34 @@ def _block(t, blocks, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _columns(tile, column: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Columns of a tile in L1. Only columns: the matrix unit's loads take the pitch of a
-    fractal column from the tile's size, which a slice of rows would falsify."""
-    return al.extract_slice(tile, (0, column), (ROWS, COLS), (1, 1))
+def _head(base, i_head, H, stride_z, stride_h):
+    """The head's first element."""
+    return base + (i_head // H).to(tl.int64) * stride_z + (i_head % H).to(tl.int64) * stride_h
 
 
 @triton.jit
-def _keys(base, N, row, F: tl.constexpr, D: tl.constexpr):
-    """Block pointer to 128 F keys as a tile [128, F D]: column block f has keys f, f + F, ..."""
-    return tl.make_block_ptr(base, (N // F, F * D), (F * D, 1), (row // F, 0), (128, F * D), (1, 0))
+def _scale_rows(q_head, scaled, scale, row, stride_n, N, BM: tl.constexpr, D: tl.constexpr, RQ: tl.constexpr):
+    """q times the scale of a query block, to `scaled` [BM, D]."""
+    for r in range(0, BM, RQ):
+        b_x = tl.load(tl.make_block_ptr(q_head, (N, D), (stride_n, 1), (row + r, 0), (RQ, D), (1, 0)))  # [RQ, D]
+        tl.store(_tile(scaled, BM, D, r, 0, RQ, D), (b_x * scale).to(scaled.type.element_ty))
+
+
+@triton.jit
+def _columns(tile, column: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Columns of a tile in L1. Only columns: the matrix unit's loads take the pitch of a
+    fractal column from the tile's size, which a slice of rows would falsify."""
+    if ASCEND:
+        return al.extract_slice(tile, (0, column), (ROWS, COLS), (1, 1))
+    parts: tl.constexpr = tile.shape[1] // COLS
+    wanted = (tl.arange(0, parts) == column // COLS)[None, :, None]
+    return tl.sum(tl.where(wanted, tl.reshape(tile, (ROWS, parts, COLS)), 0), 1).to(tile.dtype)
+
+
+@triton.jit
+def _packed(base, N, row, B: tl.constexpr, F: tl.constexpr, D: tl.constexpr):
+    """Block pointer to B F rows as a tile [B, F D]: column block f has rows f, f + F, ..."""
+    return tl.make_block_ptr(base, (N // F, F * D), (F * D, 1), (row // F, 0), (B, F * D), (1, 0))
 
 
 @triton.jit
@@ -206,8 +239,7 @@ def _softmax_rows(
 ):  # fmt: skip
     """exp((s - m) scale) of R rows of a group of scores; m and the row sums go to `stats`."""
     b_s = tl.load(_tile(scores, BM, KG, r, 0, R, KG))  # [R, KG]
-    if ASCEND:
-        _hint(b_s, "hivm.multi_buffer", 2)  # in a mixed kernel only the cube's loads are double-buffered by default
+    _hint(b_s, "hivm.multi_buffer", 2)  # in a mixed kernel only the cube's loads are double-buffered by default
     b_m = tl.max(b_s, 1)
     # The small stores come before the large one: the next rows wait for them only.
     tl.store(_rows(stats, BM, r, R), b_m)
@@ -218,98 +250,115 @@ def _softmax_rows(
 
 @triton.jit
 def _softmax_causal(
-    scores, probs, stats, bias, keys, scale, r,
-    BM: tl.constexpr, KG: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    scores, probs, stats, bias, seen, keys, scale, r,
+    BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """The same for the first `keys` columns, the last W of which take `bias` [R, W]."""
-    # Two chunks of rows, for what double-buffered loads would do: a hint in a nested loop
-    # makes bishengir give up the split over the vector cores.
+    """The same for 2 R rows that see `seen` of `keys` columns, the last 2 R of which take `bias`
+    [2 R, 2 R]; the probs of the others are zero. Two passes over the scores in tiles of 2 R
+    columns: how many there are is known only at run time.
+
+    Two chunks of rows take turns, which does what double-buffered loads would do: a hint in a
+    nested loop makes bishengir give up the split over the vector cores.
+    """
+    C: tl.constexpr = 2 * R
     r1 = r + R
-    b_t0 = tl.load(_tile(scores, BM, KG, r, keys - W, R, W)) + tl.load(_tile(bias, 2 * W, W, r, 0, R, W))
-    b_t1 = tl.load(_tile(scores, BM, KG, r1, keys - W, R, W)) + tl.load(_tile(bias, 2 * W, W, r1, 0, R, W))
+    body = seen - C
+    b_t0 = tl.load(_tile(scores, BM, KG, r, body, R, C)) + tl.load(_tile(bias, C, C, 0, 0, R, C))  # [R, C]
+    b_t1 = tl.load(_tile(scores, BM, KG, r1, body, R, C)) + tl.load(_tile(bias, C, C, R, 0, R, C))
     b_e0 = b_t0
     b_e1 = b_t1
-    for c in range(0, keys - W, W):
-        b_e0 = tl.maximum(b_e0, tl.load(_tile(scores, BM, KG, r, c, R, W)), propagate_nan=tl.PropagateNan.ALL)
-        b_e1 = tl.maximum(b_e1, tl.load(_tile(scores, BM, KG, r1, c, R, W)), propagate_nan=tl.PropagateNan.ALL)
+    for c in range(0, body, C):
+        b_e0 = tl.maximum(b_e0, tl.load(_tile(scores, BM, KG, r, c, R, C)), propagate_nan=tl.PropagateNan.ALL)
+        b_e1 = tl.maximum(b_e1, tl.load(_tile(scores, BM, KG, r1, c, R, C)), propagate_nan=tl.PropagateNan.ALL)
     b_m0 = tl.max(b_e0, 1)
     b_m1 = tl.max(b_e1, 1)
     tl.store(_rows(stats, BM, r, R), b_m0)
     tl.store(_rows(stats, BM, r1, R), b_m1)
     b_l0 = tl.exp((b_t0 - b_m0[:, None]) * scale)
-    tl.store(_tile(probs, BM, KG, r, keys - W, R, W), b_l0.to(probs.type.element_ty))
+    tl.store(_tile(probs, BM, KG, r, body, R, C), b_l0.to(probs.type.element_ty))
     b_l1 = tl.exp((b_t1 - b_m1[:, None]) * scale)
-    tl.store(_tile(probs, BM, KG, r1, keys - W, R, W), b_l1.to(probs.type.element_ty))
-    for c in range(0, keys - W, W):
-        b_p0 = tl.exp((tl.load(_tile(scores, BM, KG, r, c, R, W)) - b_m0[:, None]) * scale)
+    tl.store(_tile(probs, BM, KG, r1, body, R, C), b_l1.to(probs.type.element_ty))
+    for c in range(0, body, C):
+        b_p0 = tl.exp((tl.load(_tile(scores, BM, KG, r, c, R, C)) - b_m0[:, None]) * scale)
         b_l0 += b_p0
-        tl.store(_tile(probs, BM, KG, r, c, R, W), b_p0.to(probs.type.element_ty))
-        b_p1 = tl.exp((tl.load(_tile(scores, BM, KG, r1, c, R, W)) - b_m1[:, None]) * scale)
+        tl.store(_tile(probs, BM, KG, r, c, R, C), b_p0.to(probs.type.element_ty))
+        b_p1 = tl.exp((tl.load(_tile(scores, BM, KG, r1, c, R, C)) - b_m1[:, None]) * scale)
         b_l1 += b_p1
-        tl.store(_tile(probs, BM, KG, r1, c, R, W), b_p1.to(probs.type.element_ty))
+        tl.store(_tile(probs, BM, KG, r1, c, R, C), b_p1.to(probs.type.element_ty))
     tl.store(_rows(stats + BM, BM, r, R), tl.sum(b_l0, 1))
     tl.store(_rows(stats + BM, BM, r1, R), tl.sum(b_l1, 1))
+    for c in range(seen, keys, C):
+        tl.store(_tile(probs, BM, KG, r, c, C, C), tl.zeros([C, C], probs.type.element_ty))
 
 
 @triton.jit
-def _merge(partial, acc, stats, running, scale, r, BM: tl.constexpr, D: tl.constexpr, RO: tl.constexpr):
-    """RO rows of a group's output joined with the running ones: output, maximum, sum."""
+def _weights(stats, stats_before, scale, r, BM: tl.constexpr, RO: tl.constexpr):
+    """Of RO rows: maximum and sum over a group and what came before, and the factors of the
+    two results."""
     b_m1 = tl.load(_rows(stats, BM, r, RO))
     b_l1 = tl.load(_rows(stats + BM, BM, r, RO))
-    b_m0 = tl.load(_rows(running, BM, r, RO))
-    b_l0 = tl.load(_rows(running + BM, BM, r, RO))
+    b_m0 = tl.load(_rows(stats_before, BM, r, RO))
+    b_l0 = tl.load(_rows(stats_before + BM, BM, r, RO))
     b_m = tl.maximum(b_m0, b_m1, propagate_nan=tl.PropagateNan.ALL)
     b_f0 = tl.exp((b_m0 - b_m) * scale)
     b_f1 = tl.exp((b_m1 - b_m) * scale)
-    b_o = tl.load(_tile(partial, BM, D, r, 0, RO, D))
-    b_a = tl.load(_tile(acc, BM, D, r, 0, RO, D))
     if not ASCEND:
-        tl.debug_barrier()  # the rows may be stored to by one thread before another has read its copy
-    return b_a * b_f0[:, None] + b_o * b_f1[:, None], b_m, b_l0 * b_f0 + b_l1 * b_f1
+        tl.debug_barrier()  # no thread stores running ones before all have loaded theirs
+    return b_m, b_l0 * b_f0 + b_l1 * b_f1, b_f0, b_f1
 
 
 @triton.jit
 def attention_fwd_kernel_pipeline(
-    q, k, v, out, lse, scores, probs, partial, acc, stats, bias,
+    q, k, v, out, lse, scaled, scores, probs, partial, stats, bias,
     stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on,
     scale, H, TILES, N,
-    CAUSAL: tl.constexpr, GROUPS: tl.constexpr, HALVES: tl.constexpr, BH: tl.constexpr, F: tl.constexpr,
-    U: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
+    CAUSAL: tl.constexpr, GROUPS: tl.constexpr, FOLD: tl.constexpr,
+    HALVES: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, F: tl.constexpr,
+    U: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, RQ: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Forward with cube and vector cores on different items; K and V have rows without gaps,
-    N is a multiple of BM and of W = 128 F, and without a mask of KG.
+    """Forward with cube and vector cores on different items; q, k, v have rows without gaps,
+    N is a multiple of BM and of W, and without a mask of KG.
 
     An item is a block of BM = HALVES * BH query rows against a group of at most KG keys. In step i
       cube    scores(i) = Q K^T to scratch, event 0; waits for event 1; P V of item i - 1, event 2
       vector  waits for event 0; P(i) and its row statistics, event 1; waits for event 2; merges
               item i - 1 into the rows' running result, or finishes them
-    Scratch, for each core: two slots of scores [BM, KG] fp32, of probs [BM, KG] and of
-    partial [BM, D] fp32; acc [2, BM, D] fp32, the second one zeros; six stats [2, BM] fp32
-    (maximum, sum): four slots, since one vector core may be two items ahead of the other, the
-    running ones, and empty ones (-inf, 0).
+    Scratch, for each core: two slots of scores [BM, KG] fp32, of probs [BM, KG] and (FOLD) of
+    scaled q [BM, D]; partial results [BM, D] fp32: two slots, or with GROUPS three, the merged
+    one and zeros; seven stats [2, BM] fp32 (maximum, sum): five slots, since one vector core
+    may be two items ahead of the other and a block's first group waits for its second, the
+    merged one, and an empty one (-inf, 0).
     Slots are free in time without further events: the cube reuses slot i of the scores after
     it waited for event 1 of item i - 2, which both vector cores set after reading them, and
     so on for each buffer.
 
-    W keys are one load of K or V (see `_keys`), so the columns of the scores are in the order
-    of `_key_order`; P V undoes it.
+    One load of K or V brings W = BN F keys, those of one row of L1 (see `_packed`) in column
+    blocks of their own; without a mask the columns of the scores stand in that order, which
+    P V undoes. Tiles of scores hold every HALVES-th row.
+
+    FOLD: the scale is a power of two; the vector cores scale q an item ahead, event 3 (vector
+    to cube), instead of the scores.
 
     Each program takes a run of query blocks, of equal length to one block; GROUPS says
-    that a block can have more than one group. A causal item ends with the last keys that its
-    rows see; `bias` [2 W, W] hides the rest of its last W columns, and its second half is zero.
+    that a block can have more than one group.
+
+    A causal item ends with the last keys that its rows see (rounded up to W); `bias` [2, 2 R, 2 R]
+    hides what is above the diagonal, or nothing.
     """
     BM: tl.constexpr = HALVES * BH
-    W: tl.constexpr = 128 * F
-    SLOTS: tl.constexpr = 4
+    W: tl.constexpr = BN * F
+    SLOTS: tl.constexpr = 5
+    PARTIALS: tl.constexpr = 5 if GROUPS else 2
     pid = tl.program_id(0)
     first = pid * TILES // tl.num_programs(0)
     last = (pid + 1) * TILES // tl.num_programs(0)
     blocks = N // BM
+    scaled += pid * 2 * BM * D
     scores += pid * 2 * BM * KG
     probs += pid * 2 * BM * KG
-    partial += pid * 2 * BM * D
-    acc += pid * 2 * BM * D
+    partial += pid * PARTIALS * BM * D
+    acc = partial + 3 * BM * D
     stats += pid * (SLOTS + 2) * 2 * BM
     running = stats + SLOTS * 2 * BM
     items = (last - first) * (N // KG)
@@ -322,6 +371,14 @@ def attention_fwd_kernel_pipeline(
     i_g = 0
     i_t0 = first - 1  # of its own: Triton 3.6 would not carry a copy of `first` through the loop
     i_g0 = 0
+    if FOLD:
+        if items > 0:
+            q_head1 = _head(q, first // blocks, H, stride_qz, stride_qh)
+            _scale_rows(q_head1, scaled, scale, _block(first, blocks, CAUSAL) * BM, stride_qn, N, BM, D, RQ)
+            _sync_set("vector", "cube", 3)
+    factor = scale
+    if FOLD:
+        factor = 1.0
     for i in range(0, items + 1):
         # bishengir keeps the events of a loop body that stands under one `if` (1.2.0 drops
         # those of a plain body) and still double-buffers the loads in it.
@@ -329,112 +386,135 @@ def attention_fwd_kernel_pipeline(
             if i < items:
                 i_head = i_t // blocks
                 row = _block(i_t, blocks, CAUSAL) * BM
-                q_head = q + (i_head // H).to(tl.int64) * stride_qz + (i_head % H).to(tl.int64) * stride_qh
-                k_head = k + (i_head // H).to(tl.int64) * stride_kz + (i_head % H).to(tl.int64) * stride_kh
+                q_head = _head(q, i_head, H, stride_qz, stride_qh)
+                k_head = _head(k, i_head, H, stride_kz, stride_kh)
                 scores_slot = scores + i % 2 * BM * KG
-                b_q0 = tl.load(tl.make_block_ptr(q_head, (N, D), (stride_qn, 1), (row, 0), (BH, D), (1, 0)))
-                if HALVES == 2:
-                    b_q1 = tl.load(tl.make_block_ptr(q_head, (N, D), (stride_qn, 1), (row + BH, 0), (BH, D), (1, 0)))
+                if FOLD:
+                    count1 = N // KG
+                    if CAUSAL:
+                        count1 = (row + BM + KG - 1) // KG
+                    i_t1 = tl.minimum(i_t + (i_g + 1 == count1).to(tl.int32), last - 1)
+                    q_head1 = _head(q, i_t1 // blocks, H, stride_qz, stride_qh)
+                    row1 = _block(i_t1, blocks, CAUSAL) * BM
+                    _scale_rows(q_head1, scaled + (i + 1) % 2 * BM * D, scale, row1, stride_qn, N, BM, D, RQ)
+                    _sync_wait("vector", "cube", 3)
+                    _sync_set("vector", "cube", 3)
+                    b_q = tl.load(_tile(scaled + i % 2 * BM * D, BH, HALVES * D, 0, 0, BH, HALVES * D))
+                else:
+                    b_q = tl.load(_packed(q_head, N, row, BH, HALVES, D))  # [BH, HALVES D]
                 keys = KG
                 if CAUSAL:
                     keys = tl.minimum(KG, (row + BM + W - 1) // W * W - i_g * KG)
                 # Two results live in L0C at once: one is drained while the other is computed.
                 for n in range(0, keys, W):
-                    if HALVES == 2:
-                        b_k = tl.load(_keys(k_head, N, i_g * KG + n, F, D))  # [128, F D]
-                        for f in tl.static_range(F):
-                            b_s0 = tl.dot(b_q0, tl.trans(_columns(b_k, f * D, 128, D)))  # [BH, 128]
-                            b_s1 = tl.dot(b_q1, tl.trans(_columns(b_k, f * D, 128, D)))  # [BH, 128]
-                            tl.store(_tile(scores_slot, BM, KG, 0, n + f * 128, BH, 128), b_s0)
-                            tl.store(_tile(scores_slot, BM, KG, BH, n + f * 128, BH, 128), b_s1)
+                    if HALVES == 1:
+                        if CAUSAL:  # in their order
+                            p_k0 = tl.make_block_ptr(k_head, (N, D), (D, 1), (i_g * KG + n, 0), (BN, D), (1, 0))
+                            p_k1 = tl.advance(p_k0, (BN, 0))
+                        else:  # in that of V
+                            p_k0 = tl.make_block_ptr(
+                                k_head, (N // 2, 2 * D), (2 * D, 1), ((i_g * KG + n) // 2, 0), (BN, D), (1, 0)
+                            )
+                            p_k1 = tl.advance(p_k0, (0, D))
+                        b_s0 = tl.dot(b_q, tl.trans(tl.load(p_k0)))  # [BH, BN]
+                        b_s1 = tl.dot(b_q, tl.trans(tl.load(p_k1)))  # [BH, BN]
+                        tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
+                        tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
                     else:
-                        p_k = tl.make_block_ptr(
-                            k_head, (N // F, F * D), (F * D, 1), ((i_g * KG + n) // F, 0), (128, D), (1, 0)
-                        )
-                        b_s0 = tl.dot(b_q0, tl.trans(tl.load(p_k)))  # [BH, 128]
-                        b_s1 = tl.dot(b_q0, tl.trans(tl.load(tl.advance(p_k, (0, D)))))  # [BH, 128]
-                        tl.store(_tile(scores_slot, BM, KG, 0, n, BH, 128), b_s0)
-                        tl.store(_tile(scores_slot, BM, KG, 0, n + 128, BH, 128), b_s1)
-                if ASCEND:
-                    _sync_set("cube", "vector", 0)
-                    _sync_wait("cube", "vector", 0)
-                else:
-                    tl.debug_barrier()
+                        b_k = tl.load(_packed(k_head, N, i_g * KG + n, BN, F, D))  # [BN, F D]
+                        for f in tl.static_range(F):
+                            for h in tl.static_range(0, HALVES, 2):
+                                b_s0 = tl.dot(_columns(b_q, h * D, BH, D), tl.trans(_columns(b_k, f * D, BN, D)))
+                                b_s1 = tl.dot(_columns(b_q, h * D + D, BH, D), tl.trans(_columns(b_k, f * D, BN, D)))
+                                # [BH, BN]: rows h, h + HALVES, ...
+                                tl.store(_tile(scores_slot, BH, HALVES * KG, 0, h * KG + n + f * BN, BH, BN), b_s0)
+                                tl.store(_tile(scores_slot, BH, HALVES * KG, 0, h * KG + KG + n + f * BN, BH, BN), b_s1)
+                _sync_set("cube", "vector", 0)
+                _sync_wait("cube", "vector", 0)
                 probs_slot = probs + i % 2 * BM * KG
                 stats_slot = stats + i % SLOTS * 2 * BM
                 if CAUSAL:
-                    hides = (i_g * KG + keys >= row + BM).to(tl.int32)
-                    bias_rows = bias + (row % W * hides + W * (1 - hides)) * W
                     for r in range(0, BM, 2 * R):
-                        _softmax_causal(scores_slot, probs_slot, stats_slot, bias_rows, keys, scale, r, BM, KG, W, R)
+                        visible = row + r + 2 * R - i_g * KG
+                        seen = tl.minimum(keys, visible)
+                        shown = (seen < visible).to(tl.int32)  # not the row's last group: nothing is hidden
+                        bias_tile = bias + shown * 4 * R * R
+                        _softmax_causal(
+                            scores_slot, probs_slot, stats_slot, bias_tile, seen, keys, factor, r, BM, KG, R
+                        )
                 else:
                     for r in range(0, BM, R):
-                        _softmax_rows(scores_slot, probs_slot, stats_slot, scale, r, BM, KG, R)
-                if ASCEND:
-                    _sync_set("vector", "cube", 1)
+                        _softmax_rows(scores_slot, probs_slot, stats_slot, factor, r, BM, KG, R)
+                _sync_set("vector", "cube", 1)
             if i > 0:
                 i_head0 = i_t0 // blocks
                 row0 = _block(i_t0, blocks, CAUSAL) * BM
-                v_head = v + (i_head0 // H).to(tl.int64) * stride_vz + (i_head0 % H).to(tl.int64) * stride_vh
-                o_head = out + (i_head0 // H).to(tl.int64) * stride_oz + (i_head0 % H).to(tl.int64) * stride_oh
+                v_head = _head(v, i_head0, H, stride_vz, stride_vh)
+                o_head = _head(out, i_head0, H, stride_oz, stride_oh)
                 lse_rows = lse + i_head0.to(tl.int64) * N + row0
                 probs_slot0 = probs + (i + 1) % 2 * BM * KG
-                partial_slot = partial + (i + 1) % 2 * BM * D
-                if ASCEND:
-                    _sync_wait("vector", "cube", 1)
-                else:
-                    tl.debug_barrier()
+                partial_slot = partial + ((i + 2) % 3 if GROUPS else (i + 1) % 2) * BM * D
+                _sync_wait("vector", "cube", 1)
                 b_pv = tl.zeros([BM, D], tl.float32)
                 keys0 = KG
                 if CAUSAL:
                     keys0 = tl.minimum(KG, (row0 + BM + W - 1) // W * W - i_g0 * KG)
                 for n in range(0, keys0, W * U):
                     for u in tl.static_range(U):
-                        b_v = tl.load(_keys(v_head, N, i_g0 * KG + n + u * W, F, D))  # [128, F D]
-                        b_p = tl.load(_tile(probs_slot0, BM, KG, 0, n + u * W, BM, W))  # [BM, W]
-                        for f in tl.static_range(F):
-                            b_pv = tl.dot(_columns(b_p, f * 128, BM, 128), _columns(b_v, f * D, 128, D), b_pv)
+                        if CAUSAL and HALVES == 1:
+                            for f in tl.static_range(F):
+                                b_v = tl.load(_packed(v_head, N, i_g0 * KG + n + u * W + f * BN, BN, 1, D))  # [BN, D]
+                                b_p = tl.load(_tile(probs_slot0, BM, KG, 0, n + u * W + f * BN, BM, BN))  # [BM, BN]
+                                b_pv = tl.dot(b_p, b_v, b_pv)
+                        else:
+                            b_v = tl.load(_packed(v_head, N, i_g0 * KG + n + u * W, BN, F, D))  # [BN, F D]
+                            b_p = tl.load(_tile(probs_slot0, BM, KG, 0, n + u * W, BM, W))  # [BM, W]
+                            if F == 1:
+                                b_pv = tl.dot(b_p, b_v, b_pv)
+                            else:
+                                for f in tl.static_range(F):
+                                    b_pv = tl.dot(_columns(b_p, f * BN, BM, BN), _columns(b_v, f * D, BN, D), b_pv)
                 tl.store(_tile(partial_slot, BM, D, 0, 0, BM, D), b_pv)
-                if ASCEND:
-                    _sync_set("cube", "vector", 2)
-                    _sync_wait("cube", "vector", 2)
-                else:
-                    tl.debug_barrier()
+                _sync_set("cube", "vector", 2)
+                _sync_wait("cube", "vector", 2)
                 stats_slot0 = stats + (i + SLOTS - 1) % SLOTS * 2 * BM
-                only = 1
                 if GROUPS:
                     groups = N // KG
                     if CAUSAL:
                         groups = (row0 + BM + KG - 1) // KG
-                    only = (groups == 1).to(tl.int32)
-                    # The first group merges with an empty result (zeros, maximum -inf), which
-                    # stands in the scratch behind the running one.
-                    opens = (i_g0 == 0).to(tl.int32)
-                    acc_before = acc + opens * BM * D
-                    running_before = running + opens * 2 * BM
-                    closes = ((i_g0 == groups - 1) & (groups > 1)).to(tl.int32)
-                    between = 1 - only - closes
-                    for r in range(0, BM * between, RO):
-                        b_a, b_m, b_l = _merge(
-                            partial_slot, acc_before, stats_slot0, running_before, scale, r, BM, D, RO
-                        )
+                    # What came before: the partial result of the first group, the merged one
+                    # (slot 3), or nothing (zeros and maximum -inf, slot 4).
+                    first_group = (i_g0 == 0).to(tl.int32)
+                    second_group = (i_g0 == 1).to(tl.int32)
+                    others = 1 - first_group - second_group
+                    before = partial + (4 * first_group + (i + 1) % 3 * second_group + 3 * others) * BM * D
+                    slot = (SLOTS + 1) * first_group + (i + SLOTS - 2) % SLOTS * second_group + SLOTS * others
+                    stats_before = stats + slot * 2 * BM
+                    closes = (i_g0 == groups - 1).to(tl.int32)
+                    merges = (1 - closes) * (i_g0 > 0).to(tl.int32)
+                    for r in range(0, BM * merges, RO):
+                        b_m, b_l, b_f0, b_f1 = _weights(stats_slot0, stats_before, factor, r, BM, RO)
                         tl.store(_rows(running, BM, r, RO), b_m)
                         tl.store(_rows(running + BM, BM, r, RO), b_l)
-                        tl.store(_tile(acc, BM, D, r, 0, RO, D), b_a)
+                        b_o0 = tl.load(_tile(before, BM, D, r, 0, RO, D))
+                        b_o1 = tl.load(_tile(partial_slot, BM, D, r, 0, RO, D))
+                        tl.store(_tile(acc, BM, D, r, 0, RO, D), b_o0 * b_f0[:, None] + b_o1 * b_f1[:, None])
                     for r in range(0, BM * closes, RO):
-                        b_a, b_m, b_l = _merge(
-                            partial_slot, acc_before, stats_slot0, running_before, scale, r, BM, D, RO
-                        )
+                        b_m, b_l, b_f0, b_f1 = _weights(stats_slot0, stats_before, factor, r, BM, RO)
+                        tl.store(_rows(lse_rows, BM, r, RO), b_m * factor + tl.log(b_l))
+                        b_o0 = tl.load(_tile(before, BM, D, r, 0, RO, D))
+                        b_o1 = tl.load(_tile(partial_slot, BM, D, r, 0, RO, D))
                         p_out = tl.make_block_ptr(o_head, (N, D), (stride_on, 1), (row0 + r, 0), (RO, D), (1, 0))
-                        tl.store(p_out, (b_a / b_l[:, None]).to(out.type.element_ty))
-                        tl.store(_rows(lse_rows, BM, r, RO), b_m * scale + tl.log(b_l))
-                for r in range(0, BM * only, RO):
-                    b_m = tl.load(_rows(stats_slot0, BM, r, RO))
-                    b_l = tl.load(_rows(stats_slot0 + BM, BM, r, RO))
-                    b_o = tl.load(_tile(partial_slot, BM, D, r, 0, RO, D))
-                    p_out = tl.make_block_ptr(o_head, (N, D), (stride_on, 1), (row0 + r, 0), (RO, D), (1, 0))
-                    tl.store(p_out, (b_o / b_l[:, None]).to(out.type.element_ty))
-                    tl.store(_rows(lse_rows, BM, r, RO), b_m * scale + tl.log(b_l))
+                        b_o = b_o0 * (b_f0 / b_l)[:, None] + b_o1 * (b_f1 / b_l)[:, None]
+                        tl.store(p_out, b_o.to(out.type.element_ty))
+                else:
+                    for r in range(0, BM, RO):
+                        b_m = tl.load(_rows(stats_slot0, BM, r, RO))
+                        b_l = tl.load(_rows(stats_slot0 + BM, BM, r, RO))
+                        tl.store(_rows(lse_rows, BM, r, RO), b_m * factor + tl.log(b_l))
+                        b_o = tl.load(_tile(partial_slot, BM, D, r, 0, RO, D))
+                        p_out = tl.make_block_ptr(o_head, (N, D), (stride_on, 1), (row0 + r, 0), (RO, D), (1, 0))
+                        tl.store(p_out, (b_o * (1 / b_l)[:, None]).to(out.type.element_ty))
             i_t0 = i_t
             i_g0 = i_g
             count = N // KG
@@ -443,6 +523,8 @@ def attention_fwd_kernel_pipeline(
             done = (i_g + 1 == count).to(tl.int32)
             i_t += done
             i_g = (i_g + 1) * (1 - done)
+    if FOLD:
+        _sync_wait("vector", "cube", 3)
 
 
 def _prepare_device(q: torch.Tensor) -> None:
@@ -650,18 +732,26 @@ def _tiling_cuda(sq: int, sk: int, d: int) -> tuple[int, int, dict[str, int]]:
     return _fitting(bm, sq, 16), _fitting(bn, sk, 16), {"num_warps": warps, "num_stages": stages}
 
 
-# The pipeline's settings by head dimension and causal: query rows in HALVES times BH, F keys
-# in a row of L1, groups of KG keys (GROUP_LONG where N allows it), P V in U times 128 F keys,
-# softmax in chunks of R rows, results in chunks of RO rows, MB: whether the compiler
-# double-buffers the cube's tiles (else the two of an unrolled body take turns). Found on the
-# virtual NPU.
-_PIPELINES = {
-    (64, False): {"HALVES": 2, "BH": 128, "F": 2, "U": 1, "KG": 1024, "R": 16, "RO": 128, "MB": True},
-    (64, True): {"HALVES": 2, "BH": 128, "F": 2, "U": 1, "KG": 1024, "R": 32, "RO": 128, "MB": True},
-    (128, False): {"HALVES": 2, "BH": 128, "F": 2, "U": 1, "KG": 1024, "R": 16, "RO": 64, "MB": True},
-    (128, True): {"HALVES": 2, "BH": 128, "F": 2, "U": 1, "KG": 1024, "R": 32, "RO": 128, "MB": True},
-    (256, False): {"HALVES": 1, "BH": 128, "F": 2, "U": 2, "KG": 1024, "R": 16, "RO": 64, "MB": False},
-    (256, True): {"HALVES": 1, "BH": 128, "F": 2, "U": 1, "KG": 1024, "R": 32, "RO": 64, "MB": False},
+# The pipeline's settings by head dimension and causal:
+#   HALVES, BH   query rows of an item, as tiles of BH rows
+#   BN, F        keys of a tile of scores, and how many such tiles one load of K or V brings
+#   U            steps of P V in one loop body
+#   KG           largest group of keys
+#   R, RO, RQ    rows of a step of the softmax, of the results, of the scaling of q
+#   MB           the compiler double-buffers the cube's tiles (else those of a body take turns)
+#   FOLD         the vector cores scale q where the scale is a power of two
+# Found on the virtual NPU (make tune).
+_SETTINGS = ("HALVES", "BH", "BN", "F", "U", "KG", "R", "RO", "RQ", "MB", "FOLD")
+_PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
+    case: dict(zip(_SETTINGS, values, strict=True))
+    for case, values in {
+        (64, False): (2, 128, 128, 2, 1, 1024, 16, 128, 128, 1, 1),
+        (64, True): (4, 64, 256, 1, 1, 1024, 64, 128, 128, 1, 0),
+        (128, False): (4, 64, 256, 1, 1, 1024, 16, 64, 128, 1, 1),
+        (128, True): (4, 64, 256, 1, 1, 1024, 64, 128, 128, 1, 0),
+        (256, False): (1, 128, 128, 2, 2, 1024, 16, 64, 128, 0, 1),
+        (256, True): (1, 128, 128, 2, 1, 1024, 64, 64, 128, 0, 1),
+    }.items()
 }
 # Long rows: larger groups, fewer merges; 6 MiB of scores and probs for each core.
 _LONG_GROUP = {False: {"KG": 2048, "R": 8}, True: {"KG": 2048}}
@@ -670,6 +760,7 @@ _PIPELINE_OPTIONS = {
     "disable_auto_inject_block_sync": True,  # the kernel's events are the whole hand-over
     "sync_solver": False,  # the default solver lets every product wait for the last one
 }
+_CUDA_OPTIONS = {"num_warps": 8, "num_stages": 1}
 
 
 def _pipeline_settings(n: int, d: int, causal: bool) -> dict[str, int] | None:
@@ -703,44 +794,43 @@ def get_path(
     return "pipeline" if blocks >= 2 * cores else "general"
 
 
-def _key_order(parts: int) -> torch.Tensor:
-    """Key in each column of 128 * parts scores: those of one L1 row stand 128 columns apart."""
-    return (torch.arange(128) * parts + torch.arange(parts)[:, None]).flatten()
-
-
 @functools.lru_cache
-def _causal_bias(parts: int, device: torch.device) -> torch.Tensor:
-    """[2 W, W], W = 128 * parts: what to add to the last W scores of row r (mod W), then zeros."""
-    width = 128 * parts
-    hidden = torch.arange(width)[:, None] < _key_order(parts)
-    return torch.zeros(2 * width, width).masked_fill_(torch.cat([hidden, hidden & False]), -math.inf).to(device)
+def _causal_bias(rows: int, device: torch.device) -> torch.Tensor:
+    """[2, rows, rows]: what to add to a tile on the diagonal, and to one below it."""
+    bias = torch.zeros(2, rows, rows)
+    bias[0].masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), -math.inf)
+    return bias.to(device)
 
 
 def _forward_pipeline(q, k, v, causal, scale, cores):
     """Launch of the pipeline; its scratch depends on the cores only."""
     z, h, n, d = q.shape
     # The pipeline loads several keys as one row of L1, so it needs rows without gaps.
-    k, v = (x if x.stride(2) == d else x.contiguous() for x in (k, v))
+    q, k, v = (x if x.stride(2) == d else x.contiguous() for x in (q, k, v))
     settings = _pipeline_settings(n, d, causal)
     rows, group = settings["HALVES"] * settings["BH"], settings["KG"]
-    kernel = {name: value for name, value in settings.items() if name != "MB"}
+    kernel = {name: value for name, value in settings.items() if name not in ("FOLD", "MB")}
+    # A power of two scales q without rounding (down to the subnormals; never to infinity).
+    fold = bool(settings["FOLD"]) and scale <= 1 and math.frexp(scale)[0] == 0.5
     out = torch.empty((z, h, n, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((z, h, n), dtype=torch.float32, device=q.device)
 
     def scratch(elements, dtype=torch.float32):
         return torch.empty(cores * elements, dtype=dtype, device=q.device)
 
-    acc = torch.zeros(cores * 2 * rows * d, dtype=torch.float32, device=q.device)
-    stats = torch.zeros((cores, 6, 2, rows), dtype=torch.float32, device=q.device)
-    stats[:, 5, 0] = -math.inf
+    partial = torch.empty((cores, 5 if n > group else 2, rows, d), dtype=torch.float32, device=q.device)
+    if n > group:
+        partial[:, 4] = 0
+    stats = torch.zeros((cores, 7, 2, rows), dtype=torch.float32, device=q.device)
+    stats[:, 6, 0] = -math.inf
     attention_fwd_kernel_pipeline[(cores,)](
         q, k, v, out, lse,
-        scratch(2 * rows * group), scratch(2 * rows * group, q.dtype), scratch(2 * rows * d),
-        acc, stats, _causal_bias(settings["F"], q.device),
+        scratch(2 * rows * d, q.dtype), scratch(2 * rows * group), scratch(2 * rows * group, q.dtype), partial,
+        stats, _causal_bias(2 * settings["R"], q.device),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         scale, h, z * h * n // rows, n,
-        CAUSAL=causal, GROUPS=n > group, D=d, **kernel,
-        **(_PIPELINE_OPTIONS | {"multibuffer": settings["MB"]} if ASCEND.value else {"num_warps": 8, "num_stages": 1}),
+        CAUSAL=causal, GROUPS=n > group, FOLD=fold, D=d, **kernel,
+        **(_PIPELINE_OPTIONS | {"multibuffer": bool(settings["MB"])} if ASCEND.value else _CUDA_OPTIONS),
     )  # fmt: skip
     return out, lse
 
