@@ -70,8 +70,22 @@ npu-schema: ## the calls into torch_npu against an unpacked wheel; WHEEL=FOLDER
 check-full: ## correctness of all heads of all cases (hours)
 	$(SCORING) --mode check --full $(ARGS)
 
-report: ## the tables of results/score.json into REPORT.md
-	$(PY) -m scoring.markdown
+.PHONY: html ablation roofline accuracy
+report: ## tables and figures of REPORT.md and README.md from results/
+	$(PY) -m report
+
+html: ## REPORT.md as one page with sortable tables: results/local/report.html
+	$(PY) -m report --html results/local/report.html
+
+ablation: ## each technique switched off alone (predicted; minutes); writes results/ablation.json
+	$(PY) -m harness.studies.ablation --jobs $(JOBS) $(ARGS)
+
+roofline: ## floors, pipes and timelines of each case; writes results/roofline.json and timelines.json
+	$(PY) -m harness.studies.roofline --jobs $(JOBS) $(ARGS)
+	$(PY) -m harness.studies.timelines
+
+accuracy: ## errors against fp64 over input scales; writes results/accuracy.json
+	$(PY) -m harness.studies.accuracy --jobs $(JOBS) $(ARGS)
 
 test: ## the tests
 	$(PY) -m pytest $(ARGS)

@@ -13,7 +13,7 @@ from rich.console import Console
 from harness.configs import cases
 from harness.evaluator import PUBLISHED, TEXTBOOK
 from harness.results import CaseResult, Status, write_json
-from scoring import markdown, report
+from scoring import report
 from scoring.__main__ import main
 from scoring.rules import Entry, correctness_points, geomean_speedup, performance_points, suite_score
 
@@ -165,28 +165,6 @@ def test_report_says_what_a_reader_must_know() -> None:
     assert "hazard: race on [L1]" in text
     assert "1/1024" in text
     assert "correctness 37.8/40, performance 30.0/60, score 67.8/100" in text
-
-
-def test_markdown_tables() -> None:
-    results = _results("forward") + _results("backward")
-    results[0] = dataclasses.replace(results[0], status=Status.TIMEOUT)
-    text = markdown.tables(report.document(DEVICE, results))
-    assert "| forward | 23 of 24 | 37.8/40 | 30.0/60 | 67.8/100 | 0.5 |" in text
-    assert "| 128,8,1024,128 | causal | fp16 | passed | 1 of 1024 | 5.98 | 2.99 | 9 | 0.5 | 25% |" in text
-    assert "own, predicted" in text
-    assert "baseline: textbook, same run" in text
-    assert "\nforward: score " in text and "\nbackward: score " in text  # each with its interval
-    with pytest.raises(ValueError, match="document must have a suite with a score"):
-        markdown.tables(report.document(DEVICE, results[:3]))
-
-
-def test_markdown_goes_between_its_markers() -> None:
-    old = f"a\n{markdown.BEGIN}\nold\n{markdown.END}\nz\n"
-    new = markdown.insert(old, "new")
-    assert new == f"a\n{markdown.BEGIN}\nnew\n{markdown.END}\nz\n"
-    assert markdown.insert(new, "new") == new
-    with pytest.raises(ValueError, match="report must have the lines"):
-        markdown.insert("nothing", "new")
 
 
 @pytest.mark.parametrize(

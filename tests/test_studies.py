@@ -1,0 +1,169 @@
+"""The studies behind REPORT.md: kept rows, ablation, roofline, timelines, accuracy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from harness.configs import Case, cases
+from harness.studies import ablation, accuracy, roofline, timelines
+from harness.studies.ablation import TECHNIQUES, Technique
+from harness.studies.rows import Kept
+from harness.virtual_npu.driver import run
+
+SMALL = Case("forward", "performance", 1, "S1", 1, 10, 1024, 64, False, "fp16", "public")
+WRONG = Technique(
+    "forward",
+    "right softmax",
+    "half of the scale",
+    "b_p = tl.exp(b_s - b_m_new[:, None])",
+    edits=(("b_p = tl.exp(b_s - b_m_new[:, None])", "b_p = tl.exp((b_s - b_m_new[:, None]) * 0.5)"),),
+    replace={"get_path": "general"},
+)
+
+
+def test_rows_are_kept_while_their_sources_hold(tmp_path) -> None:
+    path = tmp_path / "rows.json"
+    first = Kept(path, {"a": "1", "b": "2"})
+    assert first.missing() == ["a", "b"]
+    first.add("b", {"ms": 2.0}, head="h")  # an interrupted run has this much
+    again = Kept(path, {"a": "1", "b": "2"})
+    assert again.missing() == ["a"]
+    again.add("a", {"ms": 1.0}, head="h")
+    content = json.loads(path.read_text())
+    assert content["head"] == "h"
+    assert [row["key"] for row in content["rows"]] == ["a", "b"]
+    changed = Kept(path, {"b": "3", "a": "1"})
+    assert changed.missing() == ["b"]
+    assert [row["ms"] for row in changed.ordered()] == [1.0]
+    assert Kept(path, {}).ordered() == []
+
+
+def test_every_technique_is_in_its_kernel() -> None:
+    """An edit that finds no text would time the shipped kernel under another name."""
+    assert len({(item.suite, item.name) for item in TECHNIQUES}) == len(TECHNIQUES)
+    for item in TECHNIQUES:
+        text = ablation.edited(item)
+        switched = bool(item.edits or item.settings or item.replace or item.causal is not None)
+        assert switched == (item.name != ablation.SHIPPED)
+        assert all(old in new or old not in text for old, new in item.edits), item.name
+        ablation.module(item)
+        if item.of:
+            base = ablation.technique(item.suite, item.of)
+            assert set(base.edits) <= set(item.edits)
+            assert base.replace.items() <= item.replace.items()
+
+
+def test_what_is_not_in_the_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have the text 'no such line'"):
+        ablation.edited(dataclasses.replace(WRONG, code="no such line"))
+    with pytest.raises(ValueError, match="must have '_NO_TABLE'"):
+        ablation.module(dataclasses.replace(WRONG, settings={"_NO_TABLE": 1}))
+
+
+def test_settings() -> None:
+    table = {(64, False): {"KG": 1024, "R": 16}, (64, True): {"KG": 512, "R": 64}}
+    assert ablation._set(table, {"KG": 256}) == {(64, False): {"KG": 256, "R": 16}, (64, True): {"KG": 256, "R": 64}}
+    assert ablation._set({64: (128, 64), 32: (64, 64)}, (16, 16)) == {64: (16, 16), 32: (16, 16)}
+    assert ablation._set({64: (128, 64), 32: (64, 64)}, {64: (16, 16)}) == {64: (16, 16), 32: (64, 64)}
+    assert ablation._set({"KG": 2048, "R": 8}, {"KG": 256}) == {"KG": 256, "R": 8}
+
+
+def test_a_switch_reaches_the_launch() -> None:
+    from forward import get_path
+
+    assert get_path(1, 10, 1024, 64, False, 0.5, 20) == "pipeline"
+    kernel = ablation.module(ablation.technique("forward", "overlap of cube and vector cores"))
+    assert kernel.get_path(1, 10, 1024, 64, False, 0.5, 20) == "general"
+    shipped = ablation.time_case(ablation.technique("forward", ablation.SHIPPED), SMALL)
+    general = ablation.time_case(ablation.technique("forward", "overlap of cube and vector cores"), SMALL)
+    assert shipped["fault"] == general["fault"] == ""
+    assert shipped["ms"] != general["ms"]
+
+
+def test_what_does_not_compile_is_said() -> None:
+    huge = dataclasses.replace(WRONG, settings={"_TILES": (512, 512)}, edits=())
+    row = ablation.time_case(huge, SMALL)
+    assert row["ms"] is None
+    assert row["fault"] == "does not compile"
+    assert "overflow" in row["detail"]
+
+
+def test_wrong_values_are_said() -> None:
+    assert ablation.check_values(WRONG)["values"].startswith("wrong: relative L2 error")
+
+
+def test_work_is_all_techniques_on_their_cases() -> None:
+    work = ablation.work()
+    assert list(work) == list(ablation.wanted())
+    assert "forward: as shipped: P6" in work
+    assert "backward: as shipped: C6-fp16" in work
+    assert "forward: causal skipping: P1" in work
+    assert "forward: causal skipping: P6" not in work
+
+
+def test_floors() -> None:
+    p1 = next(case for case in cases("forward") if case.name == "P1")
+    c1 = next(case for case in cases("backward") if case.name == "C1-fp16")
+    assert roofline.vector_passes("forward") == 9.0  # max 2, sub 2, exp 2, add 2, cast 1
+    assert roofline.vector_passes("backward") == 10.0
+    tensor = 1024 * 1024 * 128 * 2
+    assert roofline.compulsory_bytes(p1) == 4 * tensor + 1024 * 1024 * 4
+    found = roofline.floors(p1)
+    assert found["cube"] == pytest.approx(4 * 1024 * 1024**2 * 128 / 2 / 294.9e12 * 1e3)
+    assert found["vector"] == pytest.approx(1024 * 1024**2 / 2 / 64 * 9 / 40 / 1.8e9 * 1e3)
+    assert found["HBM"] == pytest.approx(roofline.compulsory_bytes(p1) / (600 * 1.8e9) * 1e3)
+    assert roofline.floors(c1)["cube"] == pytest.approx(2.5 * 4 * 1024 * 1024**2 * 64 / 294.9e12 * 1e3)
+
+
+def test_no_time_is_below_what_a_pipe_needs() -> None:
+    import torch
+
+    from forward import attention_fwd
+
+    x = torch.empty(1, 10, 1024, 64, dtype=torch.float16)
+    with run("timing") as record:
+        attention_fwd(x, x, x, False, 0.5)
+    found = roofline.needs(record)
+    assert all(0 < found[pipe] <= record.ms for pipe in roofline.PIPES)
+    (kernel,) = record.kernels
+    moved = (kernel.report["read_bytes"] + kernel.report["write_bytes"]) * 20
+    assert found["L2"] == pytest.approx(moved / (2300 * 1.8e9) * 1e3)
+
+
+def test_spans_are_cut_and_joined() -> None:
+    events = [
+        ("run", "M", 90.0, 110.0, 0),  # cut at the left
+        ("run", "M", 110.5, 120.0, 0),  # closer than a cell: joined
+        ("wait", "M", 120.0, 150.0, 0),
+        ("run", "M", 150.0, 160.0, 0),
+        ("run", "M", 690.0, 720.0, 0),  # cut at the right
+        ("run", "M", 800.0, 900.0, 0),  # outside
+    ]
+    core = SimpleNamespace(kind="AIC", sub=0, events=events)
+    found = timelines.spans(SimpleNamespace(cores=[core]), 100.0, 700.0)
+    assert found["aic_mac"] == [[0, 20], [50, 60], [590, 600]]
+    assert set(found) == set(timelines.LANES)
+    assert found["aiv_vec 0"] == []
+
+
+def test_accuracy_of_a_point() -> None:
+    point = accuracy.Point("forward", "fp16", 64, True, 5.0)
+    assert point in accuracy.points()
+    found = accuracy.errors(point)["out"]
+    assert set(found) == {"ours", "textbook", "torch"}
+    assert 0 < found["ours"] < 1e-3 < found["torch"]  # scores rounded to fp16 cost the rest
+    assert len({point.key for point in accuracy.points()}) == len(accuracy.points()) == 96
+    assert list(accuracy.wanted()) == [point.key for point in accuracy.points()]
+
+
+def test_relative_error_is_none_when_not_finite() -> None:
+    import torch
+
+    one = torch.ones(4)
+    assert accuracy.relative(one * 1.5, one.double()) == 0.5
+    assert accuracy.relative(one / 0.0, one.double()) is None
+    assert accuracy.relative(one * float("nan"), one.double()) is None
