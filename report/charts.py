@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from harness.evaluator import PUBLISHED
 from harness.studies.accuracy import STDS
 from harness.studies.roofline import PIPES
 from harness.studies.timelines import LANES
@@ -68,10 +69,9 @@ def score(records: Records) -> Figure:
         top = max(values)
         for index, (case, row) in enumerate(rows):
             label = values[index]
-            if is_predicted(records) and case.baseline_ms and row["ms"] and records.ratios:
-                found = records.interval(case.name, row["ms"])
-                assert found is not None
-                low, high = case.baseline_ms / found[1], case.baseline_ms / found[0]
+            if is_predicted(records) and row["speedup"] and records.error is not None:
+                slow, fast = records.error.of(case.name, baseline_predicted=row["baseline"] != PUBLISHED)
+                low, high = values[index] / fast, values[index] / slow
                 axis.plot([index, index], [low, high], color=ORANGE, linewidth=2)
                 label, top = high, max(top, high)
             axis.annotate(f"{values[index]:.2f}", (index, label), (0, 3), textcoords="offset points", ha="center")

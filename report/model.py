@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from harness.studies.sensitivity import UNCONSTRAINED
-
 from .blocks import block
 from .markdown import figure, number, percent, table
 from .records import REPOSITORY, Records
@@ -20,10 +16,11 @@ FELT = 0.02  # effects below this share are left out of the sensitivity table
 def calibration(records: Records) -> str:
     """Predicted beside measured for the published rows."""
     found = records["calibration"]
-    low, high = np.percentile(records.ratios, (10, 90))
+    assert records.error is not None
+    low, high = records.error.calibration
     text = (
         f"Mean absolute error {percent(found['mape'], 1)}, worst row {percent(found['worst'], 1)}, rank correlation "
-        f"{found['spearman']:.3f} over {len(found['rows'])} rows. Predicted over measured lies between {low:.2f} and "
+        f"{found['spearman']:.3f} over {len(found['rows'])} rows. Measured over predicted lies between {low:.2f} and "
         f"{high:.2f} (10th to 90th percentile): this is the interval of every predicted time below."
     )
     if "holdout_mape" in found:
@@ -54,14 +51,15 @@ def calibration(records: Records) -> str:
 def sensitivity(records: Records) -> str:
     """What predicted times hang on."""
     found = records["sensitivity"]
-    names = list(found["base_ms"])
+    names = list(found["cases"])
     rows, small = [], []
-    for label, effects in found["rows"].items():
+    for label in found["factors"]:
+        effects = {name: found["cases"][name]["effects"][label] for name in names}
         if max(abs(value - 1) for name in names for value in effects[name]) < FELT:
             small.append(label)
             continue
         low, high = found["factors"][label]
-        mark = " *" if label in UNCONSTRAINED else ""
+        mark = " *" if label in found["unconstrained"] else ""
         cells = [" / ".join(f"{value:.2f}" for value in effects[name]) for name in names]
         rows.append([f"{label} x {low:g} / x {high:.2g}{mark}", *cells])
     text = (

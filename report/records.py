@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.configs import SUITES, Case, cases
-from harness.studies.calibration import interval as calibration_interval
-from harness.studies.sensitivity import recorded_interval
+from scoring.interval import Record, recorded
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "results"
@@ -53,23 +52,16 @@ class Records:
         return self._read[name]
 
     @cached_property
-    def ratios(self) -> list[float]:
-        """Predicted over measured of the published rows; none without a calibration."""
-        return [row["ratio"] for row in self["calibration"]["rows"]] if self.has("calibration") else []
-
-    @property
-    def with_sensitivity(self) -> bool:
-        """Whether intervals contain the effect of the constants that the calibration hardly feels."""
-        return bool(self.ratios) and self.has("sensitivity")
+    def error(self) -> Record | None:
+        """How far predicted times may be off; None without a calibration."""
+        return recorded(self.folder)
 
     def interval(self, case: str, ms: float) -> tuple[float, float] | None:
-        """The range in ms that a predicted time of a case stands for; None without a calibration.
-
-        As `make sensitivity` defines it where that was run, otherwise the calibration alone.
-        """
-        if not self.ratios:
+        """The range in ms that a predicted time of a case stands for; None without a calibration."""
+        if self.error is None:
             return None
-        return recorded_interval(case, ms, self.folder) or calibration_interval(ms, self.ratios)
+        low, high = self.error.of(case)
+        return ms * low, ms * high
 
 
 def named_cases(document: dict[str, Any]) -> list[tuple[Case, dict[str, Any]]]:

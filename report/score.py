@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from harness.configs import Case
+from harness.evaluator import PUBLISHED
 from harness.studies.calibration import MEASUREMENTS
-from scoring.rules import Entry, Score, suite_score
+from scoring.interval import score_interval
+from scoring.rules import Entry, Score
 
 from .blocks import block
 from .markdown import figure, number, percent, span, table
 from .records import Records, named_cases
 
-PUBLISHED = Path(__file__).with_name("published.toml")
+TEAMS = Path(__file__).with_name("published.toml")
 Rows = list[tuple[Case, dict[str, Any]]]
 
 
@@ -37,37 +39,32 @@ def is_predicted(records: Records) -> bool:
 
 def interval_note(records: Records) -> str:
     """What the interval of a predicted time is."""
-    if not records.ratios:
+    if records.error is None:
         return "No interval: `make calibrate` has not been run."
-    text = "Interval: the 10th to 90th percentile of predicted over measured of the calibration"
-    if records.with_sensitivity:
-        text += ", joined with halving and doubling the constants that the calibration hardly feels"
-    return text + "."
+    low, high = records.error.calibration
+    text = f"Interval: true over predicted time of the calibration, 10th to 90th percentile ({low:.2f} to {high:.2f})"
+    if records.error.effects:
+        text += ", joined with the constants that no published time tests, halved and doubled"
+    else:
+        text += "; the constants that no published time tests are left out (`make sensitivity`)"
+    if records.error.stale:
+        text += " (for other sources than these)"
+    return f"{text}. Where a baseline is predicted too, the calibration's error counts for both sides of the ratio."
 
 
 def bounds(records: Records, suite: str) -> tuple[Score, Score] | None:
-    """The scores of a suite at the slow and at the fast end of every case's interval.
-
-    None where times are measured, where there is no calibration, and where the baseline is a
-    prediction of the same model.
-    """
-    rows = named_cases(records["score"])
-    own = [(case, row) for case, row in rows if case.suite == suite]
-    published = all(case.baseline_ms is not None for case, _ in timed(records, suite))
-    if not is_predicted(records) or not records.ratios or not published:
+    """The scores of a suite at the slow and at the fast end of every case's interval; None where
+    times are measured or there is no calibration."""
+    if not is_predicted(records) or records.error is None:
         return None
-    ends = []
-    for end in (1, 0):
-        entries: dict[str, list[Entry]] = {"correctness": [], "performance": []}
-        for case, row in own:
-            ms = row["ms"]
-            if ms is not None:
-                found = records.interval(case.name, ms)
-                assert found is not None
-                ms = found[end]
-            entries[case.kind].append(Entry(row["status"] == "passed", ms, row["baseline_ms"]))
-        ends.append(suite_score(entries["correctness"], entries["performance"]))
-    return ends[0], ends[1]
+    entries: dict[str, list[Entry]] = {"correctness": [], "performance": []}
+    ranges = []
+    for case, row in named_cases(records["score"]):
+        if case.suite == suite:
+            entries[case.kind].append(Entry(row["status"] == "passed", row["ms"], row["baseline_ms"]))
+            if case.kind == "performance":
+                ranges.append(records.error.of(case.name, baseline_predicted=row["baseline"] != PUBLISHED))
+    return score_interval(entries["correctness"], entries["performance"], ranges)
 
 
 def _scored(records: Records) -> dict[str, dict[str, Any]]:
@@ -104,7 +101,7 @@ def score(records: Records) -> str:
     header = ["suite", "cases passed", "correctness", "performance", "score", "interval", "geometric mean", "interval"]
     text = f"{device['name']}, {device['compiler']}; every time {word}.\n\n" + table(header, summary_rows(records))
     if is_predicted(records):
-        text += f"\n\n{interval_note(records)} Where the baseline is predicted too there is none."
+        text += f"\n\n{interval_note(records)}"
     return text + "\n\n" + figure("score", f"Speed-up of each performance case over its baseline, {word}.")
 
 
@@ -176,7 +173,7 @@ def measured_textbook(case: Case) -> float | None:
 @block("comparison", "score")
 def comparison(records: Records) -> str:
     """The forward beside published times on a 910B3."""
-    team: dict[str, float] = tomllib.loads(PUBLISHED.read_text())["best_public_triton_kernel"]["share_of_vendor"]
+    team: dict[str, float] = tomllib.loads(TEAMS.read_text())["best_public_triton_kernel"]["share_of_vendor"]
     word = records["score"]["device"]["time"]
     header = ["case", "Z,H,N,D", "vendor, published", "textbook, published", "best public Triton kernel, published"]
     header += [f"this project, {word}", *(["interval"] if is_predicted(records) else [])]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from harness.studies.ablation import TECHNIQUES
-from harness.studies.sensitivity import UNCONSTRAINED
 from report import markdown
 from report.__main__ import PICTURES, documents
 from report.blocks import BLOCKS, render
@@ -46,9 +45,11 @@ SAMPLES = {
         "rows": [{"suite": "forward", "case": "F1", "release": "1.1.0", "fault": "race on UB"}],
     },
     "sensitivity": {
-        "base_ms": {"P1": 1.0},
-        "factors": {name: [0.5, 2.0] for name in (*UNCONSTRAINED, "scalar issue")},
-        "rows": {**{name: {"P1": [1.4, 0.8]} for name in UNCONSTRAINED}, "scalar issue": {"P1": [0.999, 1.001]}},
+        "factors": {name: [0.5, 2.0] for name in ("L2 bandwidth", "scalar issue")},
+        "unconstrained": ["L2 bandwidth"],
+        "cases": {
+            "P1": {"effects": {"L2 bandwidth": [1.4, 0.8], "scalar issue": [0.999, 1.001]}, "sources": "other"},
+        },
     },
     "cuda": {
         "device": {"name": "a GPU"},
@@ -145,7 +146,8 @@ def test_model_blocks(sampled) -> None:
     assert "| L2 bandwidth x 0.5 / x 2 * | 1.40 / 0.80 |" in texts["sensitivity"]
     assert "Below 2 % everywhere: scalar issue." in texts["sensitivity"]
     assert "| P1 | passed | 0.0010 | 2.00 | 1.00 | 0.500 |" in texts["cuda"]
-    assert "joined with halving and doubling" in texts["score"]
+    assert "joined with the constants that no published time tests" in texts["score"]
+    assert "(for other sources than these)" in texts["score"]
 
 
 def test_intervals_are_around_their_times(committed) -> None:

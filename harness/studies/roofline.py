@@ -22,25 +22,16 @@ from typing import Any
 
 import torch
 
-from ..configs import Case, cases
-from ..virtual_npu.costs import default_constants
+from ..configs import Case
 from ..virtual_npu.driver import Recording, run
+from ..virtual_npu.hardware import default_constants
 from .rows import REPOSITORY, Kept, digest, progress, sources
+from .sensitivity import timed_cases
 from .trace import case_call
 
 RESULTS = REPOSITORY / "results" / "roofline.json"
 PIPES = ("aic_mac", "aic_mte1", "aic_mte2", "aic_fixpipe", "aiv_vec", "aiv_mte2", "aiv_mte3")
 LANES_FP32 = 64  # of a vector instruction's repeat
-
-
-def timed_cases() -> list[Case]:
-    """The official performance cases in fp16."""
-    return [
-        case
-        for suite in ("forward", "backward")
-        for case in cases(suite)
-        if case.kind == "performance" and case.dtype == "fp16"
-    ]
 
 
 def vector_passes(suite: str) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..results import write_json
+from .sources import MACHINE, fingerprint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
@@ -17,12 +18,7 @@ Row = dict[str, Any]
 def sources(*names: str) -> str:
     """A digest of files that a result hangs on: `names` (relative to the repository) and the
     virtual NPU with its constants."""
-    digest = hashlib.sha256()
-    model = (REPOSITORY / "harness" / "virtual_npu").rglob("*")
-    files = [REPOSITORY / name for name in names] + sorted(p for p in model if p.suffix in (".py", ".toml"))
-    for path in files:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return fingerprint((*names, *MACHINE))
 
 
 def digest(*parts: object) -> str:
