@@ -71,6 +71,9 @@ check-full: ## correctness of all heads of all cases (hours)
 	$(SCORING) --mode check --full $(ARGS)
 
 .PHONY: html ablation roofline accuracy
+cuda: ## the same sources on a CUDA GPU: all heads checked, timed beside SDPA; writes results/cuda.json
+	$(PY) -m harness.studies.cuda $(ARGS)
+
 report: ## tables and figures of REPORT.md and README.md from results/
 	$(PY) -m report
 

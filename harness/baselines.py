@@ -156,9 +156,10 @@ def _cuda(suite: str, causal: bool, sm_scale: float) -> Call:
     kept: dict[int, Any] = {}
 
     def backward(x: Mapping[str, torch.Tensor]) -> Any:
-        if id(x["q"]) not in kept:  # as on an NPU, the forward runs in the first warm-up only
+        if id(x["q"]) not in kept:  # as on an NPU, in the first warm-up only
             kept.clear()
-            leaves = {name: x[name].detach().requires_grad_() for name in ("q", "k", "v")}
+            # Copies: a timed call's inputs change between repeats, which autograd would refuse.
+            leaves = {name: x[name].detach().clone().requires_grad_() for name in ("q", "k", "v")}
             kept[id(x["q"])] = forward(leaves), tuple(leaves.values())
         out, leaves = kept[id(x["q"])]
         return torch.autograd.grad(out, leaves, x["dout"], retain_graph=True)
