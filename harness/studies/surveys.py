@@ -92,7 +92,7 @@ class Subject:
 SUBJECTS: dict[str, Subject] = {
     "forward general": Subject(_forward, (Shape(512, 32, True, 3),)),
     "forward general full": Subject(_forward, (Shape(320, 128, False, 3),)),
-    "forward pipeline": Subject(_forward, (Shape(1536, 64, True, 1),), "forward general"),
+    "forward pipeline": Subject(_forward, (Shape(3072, 64, True, 1),), "forward general"),
     "forward pipeline full": Subject(_forward, (Shape(3072, 256, False, 1),), "forward general full"),
     "forward pipeline short": Subject(_forward, (Shape(1024, 128, False, 1),), "forward general full"),
     "backward": Subject(_backward, (Shape(256, 64, True, 3),)),
