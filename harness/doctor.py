@@ -256,7 +256,7 @@ def examine(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
             say(f"skipped  all behind {name}")
             return found
         found["stack"] |= answers[0].get("data") or {}
-    settings = Settings(device="npu", mode="score", jobs=1, seconds=300.0)
+    settings = Settings(device="npu", mode="score", jobs=1, seconds=300.0, memory_bytes=32 << 30)
     evaluator = Evaluator({suite: REPOSITORY / f"{suite}.py" for suite in ("forward", "backward")}, settings)
     try:
         step("vendor", lambda: _baseline(evaluator, "vendor"))

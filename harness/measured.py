@@ -160,7 +160,7 @@ class TimedCall:
         self.api, self.call, kind = device.api, call, device.kind
         self.inputs = {name: _background(name, shape, dtype, kind) for name, (shape, dtype) in shapes.items()}
         self.samples = [{name: tensor.to(kind) for name, tensor in sample.items()} for sample in samples]
-        self.places = torch.tensor(list(places), dtype=torch.int64).to(kind)
+        self.places = list(places)
         self.first: list[tuple[torch.Tensor, ...] | None] = [None] * len(self.samples)
         self.flush = torch.empty(2 * device.accelerator.l2_bytes() // 4, dtype=torch.float32, device=kind)
         self.done = 0
@@ -172,7 +172,8 @@ class TimedCall:
         index, self.done = self.done % len(self.samples), self.done + 1
         sample = self.samples[index]
         for name, planted in sample.items():
-            self._heads(self.inputs[name]).index_copy_(0, self.places, planted)
+            for head, place in zip(planted, self.places, strict=True):
+                self._heads(self.inputs[name])[place].copy_(head)
         self.flush.zero_()
         start, end = self.api.Event(enable_timing=True), self.api.Event(enable_timing=True)
         start.record()
@@ -181,9 +182,7 @@ class TimedCall:
         self.api.synchronize()
         ms = float(start.elapsed_time(end))
         changed = [
-            name
-            for name, planted in sample.items()
-            if not torch.equal(self._heads(self.inputs[name]).index_select(0, self.places), planted)
+            name for name, planted in sample.items() if not torch.equal(self._picked(self.inputs[name]), planted)
         ]
         if changed:
             return Repeat(ms, f"input overwritten: {', '.join(changed)}")
@@ -193,13 +192,18 @@ class TimedCall:
     def _heads(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1, *tensor.shape[2:])
 
+    def _picked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies of the planted heads."""
+        heads = self._heads(tensor)
+        return torch.stack([heads[place] for place in self.places])
+
     def _compare(self, index: int, returned: Any) -> str:
         """Keep the sample's outputs of the first repeat; later ones must be the same."""
         outputs = [x for x in returned if isinstance(x, torch.Tensor)] if isinstance(returned, (tuple, list)) else []
         whole = [x for x in outputs if x.shape[:3] == self.inputs["q"].shape[:3]]
         if len(whole) < len(returned if isinstance(returned, (tuple, list)) else [returned]):
             return "returned something else than when checked"
-        picked = tuple(self._heads(x).index_select(0, self.places).clone() for x in whole)
+        picked = tuple(self._picked(x) for x in whole)
         before = self.first[index]
         if before is None:
             self.first[index] = picked

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run what harness/static_check.py refuses too, to look for a fault; such a score counts for nothing",
     )
     parser.add_argument(
-        "--memory", type=float, metavar="GIB", help="limit of one child; default: 6, on an accelerator 32"
+        "--memory", type=float, metavar="GIB", help="host memory of one child; default: 6, on an accelerator 32"
     )
     parser.add_argument(
         "--journal",
@@ -92,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         options = {} if arguments.secret is None else {"secret_seed": arguments.secret}
         device_kind = devices.choose()
         full = arguments.full or judges(device_kind)
+        memory = arguments.memory or (6.0 if device_kind == "virtual" else 32.0)
         settings = Settings(
             device=device_kind,
             release=arguments.release,
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
             full=full,
             jobs=arguments.jobs,
             seconds=arguments.timeout or (1800.0 if full else 180.0),
-            memory_bytes=int((arguments.memory or (6 if device_kind == "virtual" else 32)) * 2**30),
+            memory_bytes=int(memory * 2**30),
             public_seed=arguments.seed,
             static_check=not arguments.no_static_check,
             **options,

@@ -108,7 +108,8 @@ def test_a_machine_with_an_npu_needs_nothing_of_the_virtual_one() -> None:
 import sys
 for name in ("xdsl", "ml_dtypes", "ascendnpuir", "matplotlib", "hypothesis"):
     sys.modules[name] = None
-import scoring.__main__, harness.worker, harness.devices, harness.baselines, harness.textbook, forward, backward
+import scoring.__main__, scoring.submission, harness.worker, harness.devices, harness.baselines, harness.textbook
+import harness.doctor, harness.msprof, forward, backward
 """
     root = Path(__file__).resolve().parent.parent
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=root, capture_output=True, text=True)

@@ -202,6 +202,7 @@ def test_less_work_when_timed_has_no_time() -> None:
         ("vendor", ["forward"], r"vendor\.py:4: imports torch_npu \(import\)"),
         ("atomics", ["backward"], r"atomics\.py:17: uses tl\.atomic_add; results must repeat bit for bit \(atomic\)"),
         ("sleeps", ["forward", "backward"], r"imports time \(import\)"),
+        ("dummy_kernel", ["forward", "backward"], r"dummy_kernel\.py:3: imports sys \(import\)"),
         ("huge", ["forward", "backward"], r"has no function under @triton\.jit \(kernel\)"),
     ],
 )
@@ -262,6 +263,14 @@ def test_torch_ops_are_not_left_out_of_a_predicted_time() -> None:
     case = Case("forward", "performance", 1, "T1", 2, 2, 1024, 64, False, "fp16", "public", 1.0)
     (result,) = evaluate([case], {"forward": RIGHT}, _settings(mode="score"))
     assert result.status is S.RUNTIME_ERROR
+    assert "the virtual NPU predicts the time of kernels and fills only" in result.message
+
+
+def test_a_kernel_for_the_look_of_it_gives_no_time() -> None:
+    path = SUBMISSIONS / "wrong" / "dummy_kernel.py"
+    case = Case("forward", "performance", 1, "T1", 2, 2, 1024, 64, False, "fp16", "public", 1.0)
+    (result,) = evaluate([case], {"forward": path}, _settings(mode="score", kernels_required=True))
+    assert (result.status, result.ms) == (S.RUNTIME_ERROR, None)
     assert "the virtual NPU predicts the time of kernels and fills only" in result.message
 
 

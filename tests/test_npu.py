@@ -3,6 +3,7 @@ order and arguments, what is done with what they return. It proves nothing about
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -105,6 +106,26 @@ def test_a_folder_that_is_no_wheel(tmp_path) -> None:
 @pytest.mark.skipif("TORCH_NPU_WHEEL" not in os.environ, reason="TORCH_NPU_WHEEL names no unpacked wheel")
 def test_the_table_is_that_of_the_wheel() -> None:
     assert faults(Path(os.environ["TORCH_NPU_WHEEL"])) == []
+
+
+def _used(file: str) -> set[str]:
+    """Names of torch_npu and torch.npu that a file of the harness uses, as `name` or `name.name`."""
+    holders = {"torch_npu", "api", "npu"} if file == "npu.py" else {"torch_npu", "api"}
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / "harness" / file).read_text())):
+        if isinstance(node, ast.Attribute):
+            base = node.value.func if isinstance(node.value, ast.Call) else node.value
+            name = getattr(base, "id", None) or getattr(base, "attr", None)
+            if name in holders:
+                found.add(node.attr)
+    return found
+
+
+def test_every_interface_that_is_used_is_in_the_table() -> None:
+    used = set.union(*(_used(file) for file in ("npu.py", "measured.py", "baselines.py", "doctor.py", "msprof.py")))
+    listed = {word for entry in (*TABLE["operator"], *TABLE["function"]) for word in entry["name"].split(".")}
+    assert {"synchronize", "Event", "npu_fusion_attention", "npu_fusion_attention_grad", "get_device_name"} <= used
+    assert used <= listed, f"not in signatures.toml: {used - listed}"
 
 
 # The fake is as strict as it says
