@@ -7,6 +7,7 @@ own, where no submission was ever imported.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import queue
@@ -325,7 +326,7 @@ class Evaluator:
             textbook_ms = float(self._ask(self.trusted, {**request, "path": "", "baseline": "textbook"})["ms"])
         except _Fault as fault:
             notes.append(f"no textbook time: {fault.status.value}: {fault}")
-        timed = _with_baseline(result, None, textbook_ms)
+        timed = _with_baseline(result, case.baseline_ms, PUBLISHED, textbook_ms)
         return dataclasses.replace(timed, ms=ms, cube_utilisation=share, message="; ".join(notes))
 
     def _measured(self, result: CaseResult) -> CaseResult:
@@ -353,8 +354,10 @@ class Evaluator:
                 except _Fault as fault:
                     notes.append(f"no {key} time: {fault.status.value}: {fault}")
             self._take_turns(times, children, notes)
-            for key in times:
-                self._ask(children[key], {"op": "finish", "key": key, "outputs": files[key]})
+            self._ask(self.child, {"op": "finish", "key": "own", "outputs": files["own"]})
+            for key in set(times) - {"own"}:
+                with contextlib.suppress(_Fault):  # only to let go of its memory
+                    self._ask(self.trusted, {"op": "finish", "key": key, "outputs": files[key]})
             verdict = self._judge_timed(case, (z, h), inputs, files["own"])
         if verdict.status is not Status.PASSED:
             raise _Fault(verdict.status, verdict.message)
@@ -368,7 +371,7 @@ class Evaluator:
             if spread(own) > SPREAD
         ]
         return dataclasses.replace(
-            _with_baseline(result, medians.get("vendor"), medians.get("textbook"), self.settings.device == "npu"),
+            _with_baseline(result, medians.get("vendor"), MEASURED, medians.get("textbook")),
             ms=medians["own"],
             spread=spread(times["own"]),
             cube_utilisation=share,
@@ -410,18 +413,12 @@ class Evaluator:
         return Verdict(Status.PASSED)
 
 
-def _with_baseline(
-    result: CaseResult, vendor_ms: float | None, textbook_ms: float | None, ascend: bool = True
-) -> CaseResult:
-    """The best baseline there is: the vendor's operator of the same run, its published time (of
-    an Ascend chip), the textbook of the same run."""
-    baseline, baseline_ms = "", None
-    if vendor_ms is not None:
-        baseline, baseline_ms = MEASURED, vendor_ms
-    elif result.case.baseline_ms is not None and ascend:
-        baseline, baseline_ms = PUBLISHED, result.case.baseline_ms
-    elif textbook_ms is not None:
-        baseline, baseline_ms = TEXTBOOK, textbook_ms
+def _with_baseline(result: CaseResult, vendor_ms: float | None, vendor: str, textbook_ms: float | None) -> CaseResult:
+    """The vendor's time where there is one, else the textbook's. A measured time is never
+    compared with one that was measured elsewhere."""
+    baseline, baseline_ms = (vendor, vendor_ms) if vendor_ms is not None else (TEXTBOOK, textbook_ms)
+    if baseline_ms is None:
+        baseline = ""
     return dataclasses.replace(result, baseline=baseline, baseline_ms=baseline_ms, textbook_ms=textbook_ms)
 
 
