@@ -74,7 +74,7 @@ def _npu() -> str:
 def _stack() -> str:
     found = npu.stack()
     text = ", ".join(f"{name} {value}" for name, value in found.items())
-    wrong = npu.mismatches(found)
+    wrong = npu.mismatches(found) + npu.queue_warning()
     return f"{text}; WARNING {'; '.join(wrong)}" if wrong else text
 
 

@@ -7,6 +7,7 @@ fake_npu/signatures.toml with the place in the wheel that declares it.
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -103,6 +104,14 @@ def mismatches(found: dict[str, str]) -> list[str]:
     ]
 
 
+def queue_warning() -> list[str]:
+    """In words, where Triton's launches pass by torch_npu's task queue: events, which go through
+    it, would then not enclose them."""
+    if os.environ.get("TRITON_ENABLE_TASKQUEUE", "true").lower() in ("true", "1"):
+        return []
+    return ["TRITON_ENABLE_TASKQUEUE is off, so that the times between events are not those of the kernels"]
+
+
 def core_counts() -> dict[str, int | str]:
     """AI cores by each documented call, in the order in which they are tried; a text where one
     fails."""
@@ -152,5 +161,5 @@ def describe() -> dict[str, str]:
         "compiler": ", ".join(f"{name} {found[name]}" for name in ("triton-ascend", "bishengir", "torch_npu", "CANN")),
         "cores": str(core_count()),
     }
-    wrong = mismatches(found)
+    wrong = mismatches(found) + queue_warning()
     return text | ({"warning": "; ".join(wrong)} if wrong else {})

@@ -19,7 +19,7 @@ from harness.configs import Case
 from harness.evaluator import Settings, evaluate
 from harness.fake_npu.check import faults
 from harness.measured import REPEATS, WARM_UPS
-from harness.npu import CONTEST, mismatches
+from harness.npu import CONTEST, mismatches, queue_warning
 from harness.results import CaseResult, Status
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -287,6 +287,13 @@ def test_a_submission_that_calls_the_vendor_is_no_kernel(monkeypatch) -> None:
     result = _evaluate(_case(), SUBMISSIONS / "wrong" / "vendor.py", monkeypatch, mode="check")
     assert result.status is Status.RUNTIME_ERROR
     assert result.message == "no Triton kernel was launched"
+
+
+def test_launches_beside_the_queue_are_a_warning(monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_ENABLE_TASKQUEUE", raising=False)
+    assert queue_warning() == []
+    monkeypatch.setenv("TRITON_ENABLE_TASKQUEUE", "0")
+    assert "the times between events are not those of the kernels" in queue_warning()[0]
 
 
 def test_the_command_chooses_the_npu_and_says_what_it_is(tmp_path) -> None:
