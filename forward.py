@@ -770,7 +770,7 @@ def _pipeline_settings(n: int, d: int, causal: bool) -> dict[str, int] | None:
         return None
     if n % _LONG_GROUP[causal]["KG"] == 0:
         settings = settings | _LONG_GROUP[causal]
-    rows, width = settings["HALVES"] * settings["BH"], 128 * settings["F"] * settings["U"]
+    rows, width = settings["HALVES"] * settings["BH"], settings["BN"] * settings["F"] * settings["U"]
     if n % rows or n % (width if causal else settings["KG"]):
         return None
     return settings
@@ -802,34 +802,52 @@ def _causal_bias(rows: int, device: torch.device) -> torch.Tensor:
     return bias.to(device)
 
 
-def _forward_pipeline(q, k, v, causal, scale, cores):
+def _scratch(settings, n, d, dtype, cores) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the pipeline's scratch; see the kernel."""
+    rows, group = settings["HALVES"] * settings["BH"], settings["KG"]
+    return {
+        "scaled": ((cores, 2 if settings["FOLD"] else 0, rows, d), dtype),
+        "scores": ((cores, 2, rows, group), torch.float32),
+        "probs": ((cores, 2, rows, group), dtype),
+        "partial": ((cores, 5 if n > group else 2, rows, d), torch.float32),
+        "stats": ((cores, 7, 2, rows), torch.float32),
+    }
+
+
+def scratch_bytes(
+    Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool, sm_scale: float, cores: int, release: str = "1.1.0"
+) -> int:
+    """Bytes of global memory that the kernel itself needs beside inputs and outputs (see `get_path`)."""
+    if get_path(Z, H, N_CTX, HEAD_DIM, causal, sm_scale, cores, release) == "general":
+        return 0
+    settings = _pipeline_settings(N_CTX, HEAD_DIM, causal)
+    buffers = _scratch(settings, N_CTX, HEAD_DIM, torch.float16, cores).values()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
+
+
+def _forward_pipeline(q, k, v, causal, scale, cores, settings):
     """Launch of the pipeline; its scratch depends on the cores only."""
     z, h, n, d = q.shape
     # The pipeline loads several keys as one row of L1, so it needs rows without gaps.
     q, k, v = (x if x.stride(2) == d else x.contiguous() for x in (q, k, v))
-    settings = _pipeline_settings(n, d, causal)
-    rows, group = settings["HALVES"] * settings["BH"], settings["KG"]
     kernel = {name: value for name, value in settings.items() if name not in ("FOLD", "MB")}
     # A power of two scales q without rounding (down to the subnormals; never to infinity).
     fold = bool(settings["FOLD"]) and scale <= 1 and math.frexp(scale)[0] == 0.5
     out = torch.empty((z, h, n, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((z, h, n), dtype=torch.float32, device=q.device)
-
-    def scratch(elements, dtype=torch.float32):
-        return torch.empty(cores * elements, dtype=dtype, device=q.device)
-
-    partial = torch.empty((cores, 5 if n > group else 2, rows, d), dtype=torch.float32, device=q.device)
-    if n > group:
-        partial[:, 4] = 0
-    stats = torch.zeros((cores, 7, 2, rows), dtype=torch.float32, device=q.device)
-    stats[:, 6, 0] = -math.inf
+    shapes = _scratch(settings, n, d, q.dtype, cores)
+    scratch = {name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in shapes.items()}
+    groups = n > settings["KG"]
+    if groups:  # what a first group merges with
+        scratch["partial"][:, 4] = 0
+        scratch["stats"][:, 6, 0] = -math.inf
+        scratch["stats"][:, 6, 1] = 0
     attention_fwd_kernel_pipeline[(cores,)](
         q, k, v, out, lse,
-        scratch(2 * rows * d, q.dtype), scratch(2 * rows * group), scratch(2 * rows * group, q.dtype), partial,
-        stats, _causal_bias(2 * settings["R"], q.device),
+        *scratch.values(), _causal_bias(2 * settings["R"], q.device),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        scale, h, z * h * n // rows, n,
-        CAUSAL=causal, GROUPS=n > group, FOLD=fold, D=d, **kernel,
+        scale, h, z * h * n // (settings["HALVES"] * settings["BH"]), n,
+        CAUSAL=causal, GROUPS=groups, FOLD=fold, D=d, **kernel,
         **(_PIPELINE_OPTIONS | {"multibuffer": bool(settings["MB"])} if ASCEND.value else _CUDA_OPTIONS),
     )  # fmt: skip
     return out, lse
@@ -877,7 +895,7 @@ def attention_fwd(q, k, v, causal=False, sm_scale=None, *, block_m=None, block_n
     q, k, v = (_rows_apart(x) for x in (q, k, v))
     plain = ASCEND.value and block_m is None and block_n is None and (h, sq, d) == (hk, sk, dv)
     if plain and get_path(z, h, sq, d, masked, scale, cores, release) == "pipeline":
-        out, lse = _forward_pipeline(q, k, v, masked, scale, cores)
+        out, lse = _forward_pipeline(q, k, v, masked, scale, cores, _pipeline_settings(sq, d, masked))
         return _in_layout(out, sq, layout), lse
     if ASCEND.value:
         (tile_m, tile_n), options = _tiling(sq, sk, max(d, dv), masked), {}

@@ -60,7 +60,8 @@ def pipeline_call(case: Case) -> Callable[[dict[str, torch.Tensor]], tuple[torch
     if case.suite == "forward":
         if forward.get_path(case.z, case.h, case.n, case.d, case.causal, scale, programs) != "pipeline":
             return None
-        return lambda x: forward._forward_pipeline(x["q"], x["k"], x["v"], case.causal, scale, programs)
+        settings = forward._pipeline_settings(case.n, case.d, case.causal)
+        return lambda x: forward._forward_pipeline(x["q"], x["k"], x["v"], case.causal, scale, programs, settings)
     launcher = getattr(backward, "_backward_pipeline", None)
     path = getattr(backward, "get_path_bwd", None)
     if launcher is None or path is None or path(case.z, case.h, case.n, case.d, case.causal, programs) != "pipeline":
@@ -111,7 +112,8 @@ def small_calls() -> Iterator[str]:
         if case.suite == "backward":
             backward.attention_bwd(inputs["dout"], q, k, v, out, lse, case.causal, input_rule().sm_scale)
         else:
-            forward._forward_pipeline(q, k, v, case.causal, input_rule().sm_scale, 2)
+            settings = forward._pipeline_settings(n, case.d, case.causal)
+            forward._forward_pipeline(q, k, v, case.causal, input_rule().sm_scale, 2, settings)
         torch.cuda.synchronize()
         yield f"{case.suite} D={case.d} {'causal' if case.causal else 'full'}"
 
