@@ -798,7 +798,8 @@ def get_path(
 def _causal_bias(rows: int, device: torch.device) -> torch.Tensor:
     """[2, rows, rows]: what to add to a tile on the diagonal, and to one below it."""
     bias = torch.zeros(2, rows, rows)
-    bias[0].masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), -math.inf)
+    for row in range(rows):
+        bias[0, row, row + 1 :] = -math.inf
     return bias.to(device)
 
 
