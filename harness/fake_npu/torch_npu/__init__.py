@@ -158,7 +158,7 @@ class _Mode(TorchFunctionMode):
 
 
 class _Properties:
-    name, cube_core_num, vector_core_num, L2_cache_size = "Ascend910B3", 20, 40, 192 << 20
+    name, cube_core_num, vector_core_num, L2_cache_size = "Ascend910B3", 20, 40, 1 << 20
     total_memory = 64 << 30
 
 
