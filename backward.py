@@ -33,7 +33,7 @@ ASCEND = tl.constexpr(hasattr(al, "sync_block_set"))
 HEAD_DIMS = (16, 32, 64, 128, 256)  # those of the tables below; every other one is rounded up to find its tiles
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 1 << 24
-MAX_HEADS = (1 << 31) - 1
+MAX_TILES = (1 << 31) - 1
 LAYOUTS = ("BNSD", "BSND")
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -337,6 +337,12 @@ def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
         _check_tensor(name, tensor, None if name == "q" else q)
     if layout == "BSND":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    for name, tensor in (("q", q), ("k", k)):
+        z, h, n, _ = tensor.shape
+        if n > MAX_LENGTH:  # masks compare positions as floats
+            raise ValueError(f"{name} must have a length up to {MAX_LENGTH}, got {n}")
+        if z * h * ((n + 15) // 16) > MAX_TILES:  # the kernels count tiles in 32 bits
+            raise ValueError(f"{name} must have up to {MAX_TILES} tiles of 16 rows in all heads, got shape {[z, h, n]}")
     for name, tensor, other, like, axis, what in (
         ("k", k, "q", q, 0, "batch size"),
         ("k", k, "q", q, 3, "head dimension"),
@@ -348,11 +354,6 @@ def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
             raise ValueError(f"{name} must have the {what} of {other}, {like.shape[axis]}, got {tensor.shape[axis]}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"k must have a number of heads that divides that of q, {q.shape[1]}, got {k.shape[1]}")
-    for name, tensor in (("q", q), ("k", k)):
-        if tensor.shape[2] > MAX_LENGTH:  # masks compare positions as floats
-            raise ValueError(f"{name} must have a length up to {MAX_LENGTH}, got {tensor.shape[2]}")
-        if tensor.shape[0] * tensor.shape[1] > MAX_HEADS:  # the kernels count heads in 32 bits
-            raise ValueError(f"{name} must have up to {MAX_HEADS} heads in all, got {tensor.shape[:2].numel()}")
     for name, tensor in (("q", q), ("v", v)):
         d = tensor.shape[3]
         if tensor.is_cuda and (d < 16 or d & (d - 1)):  # blocks of upstream Triton are powers of two
@@ -546,18 +547,13 @@ def _backward_general(dout, q, k, v, out, lse, shift, scale, layout):
     return tuple(_in_layout(x, n, layout) for x, n in ((grad_q, sq), (grad_k, sk), (grad_v, sk)))
 
 
-@torch.library.custom_op("ascend_attention::backward", mutates_args=())
-def attention_bwd_op(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: str = "",
-    sm_scale: float | None = None,
-    layout: str = "BNSD",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@torch.library.custom_op(
+    "ascend_attention::backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str causal='', "
+    "float? sm_scale=None, str layout='BNSD') -> (Tensor, Tensor, Tensor)",
+)
+def attention_bwd_op(dout, q, k, v, out, lse, causal="", sm_scale=None, layout="BNSD"):
     """`attention_bwd` as one op for torch.compile and export; causal is "", "top-left" or
     "bottom-right"."""
     return attention_bwd(dout, q, k, v, out, lse, causal or False, sm_scale, layout=layout)

@@ -59,7 +59,7 @@ else:
 HEAD_DIMS = (16, 32, 64, 128, 256)  # those of the tables below; every other one is rounded up to find its tiles
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 1 << 24
-MAX_HEADS = (1 << 31) - 1
+MAX_TILES = (1 << 31) - 1
 LAYOUTS = ("BNSD", "BSND")
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -601,6 +601,12 @@ def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
         _check_tensor(name, tensor, None if name == "q" else q)
     if layout == "BSND":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    for name, tensor in (("q", q), ("k", k)):
+        z, h, n, _ = tensor.shape
+        if n > MAX_LENGTH:  # masks compare positions as floats
+            raise ValueError(f"{name} must have a length up to {MAX_LENGTH}, got {n}")
+        if z * h * ((n + 15) // 16) > MAX_TILES:  # the kernels count tiles in 32 bits
+            raise ValueError(f"{name} must have up to {MAX_TILES} tiles of 16 rows in all heads, got shape {[z, h, n]}")
     for name, tensor, other, like, axis, what in (
         ("k", k, "q", q, 0, "batch size"),
         ("k", k, "q", q, 3, "head dimension"),
@@ -612,11 +618,6 @@ def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
             raise ValueError(f"{name} must have the {what} of {other}, {like.shape[axis]}, got {tensor.shape[axis]}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"k must have a number of heads that divides that of q, {q.shape[1]}, got {k.shape[1]}")
-    for name, tensor in (("q", q), ("k", k)):
-        if tensor.shape[2] > MAX_LENGTH:  # masks compare positions as floats
-            raise ValueError(f"{name} must have a length up to {MAX_LENGTH}, got {tensor.shape[2]}")
-        if tensor.shape[0] * tensor.shape[1] > MAX_HEADS:  # the kernels count heads in 32 bits
-            raise ValueError(f"{name} must have up to {MAX_HEADS} heads in all, got {tensor.shape[:2].numel()}")
     for name, tensor in (("q", q), ("v", v)):
         d = tensor.shape[3]
         if tensor.is_cuda and (d < 16 or d & (d - 1)):  # blocks of upstream Triton are powers of two
@@ -875,9 +876,9 @@ def attention_fwd(q, k, v, causal=False, sm_scale=None, *, block_m=None, block_n
         out [Z, H, Sq, Dv] in q's dtype and layout, contiguous, and lse [Z, H, Sq], fp32,
         natural logarithm. A row that sees no key has out 0 and lse -inf.
 
-    Limits: Sq and Sk up to 2^24, Z H below 2^31, offsets in 64 bits. Fewer rows than a tile
-    has (16 queries, 64 keys) are padded in a copy; longer tails and all head dimensions are
-    handled on chip.
+    Limits: Sq and Sk up to 2^24, fewer than 2^31 tiles of 16 rows in all heads, offsets in 64
+    bits. Fewer rows than a tile has (16 queries, 64 keys) are padded in a copy; longer tails
+    and all head dimensions are handled on chip.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
@@ -919,17 +920,13 @@ def attention_fwd(q, k, v, causal=False, sm_scale=None, *, block_m=None, block_n
     return _in_layout(out, sq, layout), lse[:, :, :sq].contiguous()
 
 
-@torch.library.custom_op("ascend_attention::forward", mutates_args=())
-def attention_fwd_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: str = "",
-    sm_scale: float | None = None,
-    block_m: int | None = None,
-    block_n: int | None = None,
-    layout: str = "BNSD",
-) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.library.custom_op(
+    "ascend_attention::forward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, str causal='', float? sm_scale=None, int? block_m=None, "
+    "int? block_n=None, str layout='BNSD') -> (Tensor, Tensor)",
+)
+def attention_fwd_op(q, k, v, causal="", sm_scale=None, block_m=None, block_n=None, layout="BNSD"):
     """`attention_fwd` as one differentiable op (`torch.ops.ascend_attention.forward`) for
     torch.compile and export; causal is "", "top-left" or "bottom-right". lse has no gradient."""
     return attention_fwd(q, k, v, causal or False, sm_scale, block_m=block_m, block_n=block_n, layout=layout)
