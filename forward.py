@@ -634,8 +634,8 @@ def _check_options(causal: bool | str, sm_scale: float | None) -> None:
         return
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)):
         raise TypeError(f"sm_scale must be a float or None, got {type(sm_scale).__name__}")
-    if not math.isfinite(sm_scale):
-        raise ValueError(f"sm_scale must be finite, got {sm_scale}")
+    if not abs(sm_scale) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"sm_scale must be finite in fp32, got {sm_scale}")
 
 
 def _causal_name(causal: bool | str) -> str:

@@ -146,7 +146,7 @@ LSE = torch.zeros(1, 2, 64)
         ("out", GOOD.float(), TypeError, "out must be torch.float16 or torch.bfloat16, got torch.float32"),
         ("lse", LSE.half(), TypeError, "lse must be torch.float32, got torch.float16"),
         ("lse", LSE[:, :1], ValueError, r"lse must have shape \[1, 2, 64\], got \[1, 1, 64\]"),
-        ("sm_scale", math.inf, ValueError, "sm_scale must be finite, got inf"),
+        ("sm_scale", math.inf, ValueError, "sm_scale must be finite in fp32, got inf"),
         ("causal", None, TypeError, "causal must be a bool or a str, got NoneType"),
     ],
 )

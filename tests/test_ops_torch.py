@@ -196,7 +196,7 @@ def test_errors_come_before_a_launch(monkeypatch) -> None:
     monkeypatch.setattr(forward, "_prepare_device", lambda _: pytest.fail("the device was touched"))
     for arguments, kind, text in (
         ((q, k, v, "left", None), ValueError, "causal must be False, True"),
-        ((q, k, v, True, math.nan), ValueError, "sm_scale must be finite, got nan"),
+        ((q, k, v, True, math.nan), ValueError, "sm_scale must be finite in fp32, got nan"),
         ((q[0], k, v, True, None), ValueError, "q must have 4 dimensions"),
         ((q, k, v, True, None, 63), ValueError, "block_m must be a power of two"),
         ((q, k[..., :8], v, True, None), ValueError, "k must have the head dimension of q, 24, got 8"),
