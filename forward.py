@@ -250,7 +250,7 @@ def _softmax_rows(
 
 @triton.jit
 def _softmax_causal(
-    scores, probs, stats, bias, seen, keys, scale, r,
+    scores, probs, stats, b_bias0, b_bias1, seen, keys, scale, r,
     BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The same for 2 R rows that see `seen` of `keys` columns, the last 2 R of which take `bias`
@@ -263,8 +263,8 @@ def _softmax_causal(
     C: tl.constexpr = 2 * R
     r1 = r + R
     body = seen - C
-    b_t0 = tl.load(_tile(scores, BM, KG, r, body, R, C)) + tl.load(_tile(bias, C, C, 0, 0, R, C))  # [R, C]
-    b_t1 = tl.load(_tile(scores, BM, KG, r1, body, R, C)) + tl.load(_tile(bias, C, C, R, 0, R, C))
+    b_t0 = tl.load(_tile(scores, BM, KG, r, body, R, C)) + b_bias0  # [R, C]
+    b_t1 = tl.load(_tile(scores, BM, KG, r1, body, R, C)) + b_bias1
     b_e0 = b_t0
     b_e1 = b_t1
     for c in range(0, body, C):
@@ -376,6 +376,9 @@ def attention_fwd_kernel_pipeline(
             q_head1 = _head(q, first // blocks, H, stride_qz, stride_qh)
             _scale_rows(q_head1, scaled, scale, _block(first, blocks, CAUSAL) * BM, stride_qn, N, BM, D, RQ)
             _sync_set("vector", "cube", 3)
+    if CAUSAL:
+        b_bias0 = tl.load(_tile(bias, 2 * R, 2 * R, 0, 0, R, 2 * R))
+        b_bias1 = tl.load(_tile(bias, 2 * R, 2 * R, R, 0, R, 2 * R))
     factor = scale
     if FOLD:
         factor = 1.0
@@ -437,10 +440,12 @@ def attention_fwd_kernel_pipeline(
                     for r in range(0, BM, 2 * R):
                         visible = row + r + 2 * R - i_g * KG
                         seen = tl.minimum(keys, visible)
-                        shown = (seen < visible).to(tl.int32)  # not the row's last group: nothing is hidden
-                        bias_tile = bias + shown * 4 * R * R
+                        if GROUPS:
+                            shown = (seen < visible).to(tl.int32)  # not the row's last group: nothing is hidden
+                            b_bias0 = tl.load(_tile(bias + shown * 4 * R * R, 2 * R, 2 * R, 0, 0, R, 2 * R))
+                            b_bias1 = tl.load(_tile(bias + shown * 4 * R * R, 2 * R, 2 * R, R, 0, R, 2 * R))
                         _softmax_causal(
-                            scores_slot, probs_slot, stats_slot, bias_tile, seen, keys, factor, r, BM, KG, R
+                            scores_slot, probs_slot, stats_slot, b_bias0, b_bias1, seen, keys, factor, r, BM, KG, R
                         )
                 else:
                     for r in range(0, BM, R):
@@ -462,10 +467,13 @@ def attention_fwd_kernel_pipeline(
                 for n in range(0, keys0, W * U):
                     for u in tl.static_range(U):
                         if CAUSAL and HALVES == 1:
-                            for f in tl.static_range(F):
-                                b_v = tl.load(_packed(v_head, N, i_g0 * KG + n + u * W + f * BN, BN, 1, D))  # [BN, D]
-                                b_p = tl.load(_tile(probs_slot0, BM, KG, 0, n + u * W + f * BN, BM, BN))  # [BM, BN]
-                                b_pv = tl.dot(b_p, b_v, b_pv)
+                            # V's first part before P: it is free one product earlier.
+                            p_v = tl.make_block_ptr(v_head, (N, D), (D, 1), (i_g0 * KG + n, 0), (BN, D), (1, 0))
+                            b_v0 = tl.load(p_v)  # [BN, D]
+                            b_p = tl.load(_tile(probs_slot0, BM, KG, 0, n, BM, W))  # [BM, W]
+                            b_v1 = tl.load(tl.advance(p_v, (BN, 0)))
+                            b_pv = tl.dot(_columns(b_p, 0, BM, BN), b_v0, b_pv)
+                            b_pv = tl.dot(_columns(b_p, BN, BM, BN), b_v1, b_pv)
                         else:
                             b_v = tl.load(_packed(v_head, N, i_g0 * KG + n + u * W, BN, F, D))  # [BN, F D]
                             b_p = tl.load(_tile(probs_slot0, BM, KG, 0, n + u * W, BM, W))  # [BM, W]
