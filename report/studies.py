@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from harness.studies.ablation import SHIPPED, TECHNIQUES, Technique
+from harness.studies.ablation import SHIPPED, Technique, available
 from harness.studies.accuracy import STDS
 
 from .blocks import block
@@ -84,7 +84,7 @@ def slowdowns(records: Records, item: Technique) -> dict[str, float]:
 
 def ablated(suite: str) -> list[Technique]:
     """The techniques of a suite without the shipped kernel itself."""
-    return [item for item in TECHNIQUES if item.suite == suite and item.name != SHIPPED]
+    return [item for item in available(suite) if item.name != SHIPPED]
 
 
 def _ablation(records: Records, suite: str) -> str:

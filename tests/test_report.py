@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.studies.ablation import TECHNIQUES
+from harness.studies.ablation import SHIPPED, available
 from report import markdown
 from report.__main__ import PICTURES, documents
 from report.blocks import BLOCKS, render
@@ -172,9 +172,10 @@ def test_each_technique_has_its_row_and_its_code(committed) -> None:
     if not committed.has("ablation"):
         pytest.skip("no results/ablation.json: make ablation")
     report = (ROOT / "REPORT.md").read_text()
-    for item in TECHNIQUES:
-        assert f"| {item.name}" in report
-        assert not item.of or f"{item.name} (of the general path)" in report
+    for item in (item for suite in ("forward", "backward") for item in available(suite)):
+        name = f"{item.name} (of the general path)" if item.of else item.name
+        assert f"| {name} |" in report
+        assert item.name == SHIPPED or f"| {item.name} | `{item.code}` |" in report
 
 
 def test_published_times() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.configs import Case, cases
+from harness.configs import SUITES, Case, cases
 from harness.studies import ablation, accuracy, roofline, timelines
 from harness.studies.ablation import TECHNIQUES, Technique
 from harness.studies.rows import Kept
@@ -45,16 +45,23 @@ def test_rows_are_kept_while_their_sources_hold(tmp_path) -> None:
 def test_every_technique_is_in_its_kernel() -> None:
     """An edit that finds no text would time the shipped kernel under another name."""
     assert len({(item.suite, item.name) for item in TECHNIQUES}) == len(TECHNIQUES)
-    for item in TECHNIQUES:
+    for item in (item for suite in SUITES for item in ablation.available(suite)):
         text = ablation.edited(item)
         switched = bool(item.edits or item.settings or item.replace or item.causal is not None)
         assert switched == (item.name != ablation.SHIPPED)
         assert all(old in new or old not in text for old, new in item.edits), item.name
         ablation.module(item)
-        if item.of:
-            base = ablation.technique(item.suite, item.of)
-            assert set(base.edits) <= set(item.edits)
-            assert base.replace.items() <= item.replace.items()
+
+
+def test_a_technique_of_a_kernel_that_is_not_there_is_left_out(monkeypatch) -> None:
+    text = ablation.source("backward").replace("def get_path_bwd(", "def another(")
+    monkeypatch.setattr(ablation, "source", lambda suite: text)
+    names = {item.name: item for item in ablation.available("backward")}
+    assert "overlap of cube and vector cores" not in names
+    assert names["large tiles"].of == ""  # of the shipped kernel then
+    monkeypatch.setattr(ablation, "source", lambda suite: text + "def get_path_bwd(")
+    names = {item.name: item for item in ablation.available("backward")}
+    assert names["large tiles"].of == "overlap of cube and vector cores" in names
 
 
 def test_what_is_not_in_the_kernel_is_refused() -> None:
@@ -69,6 +76,8 @@ def test_settings() -> None:
     assert ablation._set(table, {"KG": 256}) == {(64, False): {"KG": 256, "R": 16}, (64, True): {"KG": 256, "R": 64}}
     assert ablation._set({64: (128, 64), 32: (64, 64)}, (16, 16)) == {64: (16, 16), 32: (16, 16)}
     assert ablation._set({64: (128, 64), 32: (64, 64)}, {64: (16, 16)}) == {64: (16, 16), 32: (64, 64)}
+    some = ablation._set(table, {(64, True): {"R": 8}})
+    assert some == {(64, False): {"KG": 1024, "R": 16}, (64, True): {"KG": 512, "R": 8}}
     assert ablation._set({"KG": 2048, "R": 8}, {"KG": 256}) == {"KG": 256, "R": 8}
 
 

@@ -17,14 +17,14 @@ import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..configs import Case, cases, input_rule
+from ..configs import SUITES, Case, cases, input_rule
 from ..reference import reference_bwd, reference_fwd
 from ..virtual_npu.driver import run
 from ..virtual_npu.errors import CompileError, VirtualNPUError
@@ -47,12 +47,12 @@ class Technique:
         off: what the kernel does instead when it is switched off.
         code: a piece of the kernel file by which a reader finds the technique; it must be there.
         edits: pairs (text, its replacement); each text must be in the kernel file.
-        settings: by the name of a table {key: {setting: value}} or {key: value}, the settings
-            that every entry gets, or the value of every entry.
+        settings: by the name of a table of the module, what it gets; see `_set`.
         replace: module attributes; where one is a function it gives the value from now on.
         causal: another mask for the call.
         on: "causal" or "full": the cases with that mask only.
         of: a technique that is switched off too, and whose time this one's is set beside.
+        needs: a piece of the kernel file without which the technique is not there yet.
     """
 
     suite: str
@@ -65,6 +65,7 @@ class Technique:
     causal: bool | None = None
     on: str = ""
     of: str = ""
+    needs: str = ""
 
     def applies(self, case: Case) -> bool:
         """Whether the case is one of this technique's."""
@@ -72,77 +73,108 @@ class Technique:
         return case.suite == self.suite and self.on in ("", mask)
 
 
-_GENERAL = "overlap of cube and vector cores"
-_TILE_ORDER_FORWARD = (
-    ("        i_m = t // heads\n", "        i_m = t % (N // BM)\n"),
-    ("        i_z = (t % heads) // H\n", "        i_z = t // (N // BM) // H\n"),
-    ("        i_h = (t % heads) % H\n", "        i_h = t // (N // BM) % H\n"),
-    ("lse + (t % heads).to(tl.int64)", "lse + (t // (N // BM)).to(tl.int64)"),
-)
+_OVERLAP = "overlap of cube and vector cores"
 TECHNIQUES = (
     Technique("forward", SHIPPED, "", "def attention_fwd("),
     Technique(
         "forward",
-        _GENERAL,
+        _OVERLAP,
         "general path: the compiler's split, no overlap across tiles",
         "def get_path(",
         replace={"get_path": "general"},
     ),
     Technique(
         "forward",
-        "groups of keys",
-        "groups of 256 keys: a maximum and a merge four to eight times as often",
-        '"KG": 1024',
-        settings={"_PIPELINES": {"KG": 256}, "_LONG_GROUP": {"KG": 256}},
+        "groups of 1024 keys and more",
+        "groups of 512 keys: more maxima, sums and merges",
+        "largest group of keys",
+        settings={"_PIPELINES": {"KG": 512}, "_LONG_GROUP": {"KG": 512}},
     ),
     Technique(
         "forward",
         "larger groups of long rows",
         "the groups of short rows",
-        "_LONG_GROUP",
-        edits=(("settings = settings | _LONG_GROUP", "settings = settings"),),
-        on="full",
+        "_LONG_GROUP = ",
+        edits=(("settings = settings | _LONG_GROUP[causal]", "settings = settings"),),
     ),
     Technique(
         "forward",
         "256 query rows a block",
-        "blocks of 128 rows: K and V are loaded twice as often",
-        '"HALVES": 2',
-        settings={"_PIPELINES": {"HALVES": 1, "RO": 64}},
+        "blocks of 128 rows (as at D=256): K and V are loaded twice as often",
+        "query rows of an item, as tiles",
+        settings={
+            "_PIPELINES": {
+                (64, False): {"BH": 64},
+                (64, True): {"HALVES": 2},
+                (128, False): {"HALVES": 2},
+                (128, True): {"HALVES": 2},
+            }
+        },
+    ),
+    Technique(
+        "forward",
+        "several keys in one row of L1",
+        "one key in a row (D=64 without a mask): twice the loads",
+        "def _packed(",
+        settings={"_PIPELINES": {(64, False): {"F": 1}}},
+        on="full",
+    ),
+    Technique(
+        "forward",
+        "scale folded into q",
+        "every score is multiplied",
+        "the vector cores scale q where",
+        settings={"_PIPELINES": {"FOLD": 0}},
     ),
     Technique(
         "forward",
         "double-buffered scores on the vector cores",
         "the next rows are loaded after the last ones are done",
         '_hint(b_s, "hivm.multi_buffer", 2)',
-        edits=(('        _hint(b_s, "hivm.multi_buffer", 2)', "        pass"),),
+        edits=(('    _hint(b_s, "hivm.multi_buffer", 2)', "    pass"),),
+        on="full",
     ),
     Technique(
         "forward",
         "chunks of rows that fill the buffer",
         "softmax in chunks of 8 rows, results in chunks of 32",
-        '"RO": 256',
-        settings={"_PIPELINES": {"R": 8, "RD": 8, "RO": 32}},
+        "rows of a step of the softmax",
+        settings={"_PIPELINES": {"R": 8, "RO": 32}},
     ),
     Technique(
         "forward",
         "events only where written",
         "the compiler adds its own cross-core events",
-        "disable_auto_inject_block_sync=True",
-        edits=(("disable_auto_inject_block_sync=True", "disable_auto_inject_block_sync=False"),),
+        '"disable_auto_inject_block_sync": True',
+        settings={"_PIPELINE_OPTIONS": {"disable_auto_inject_block_sync": False}},
     ),
     Technique(
         "forward",
         "older solver of events on the cube core",
         "the default solver: every product waits for the last one",
-        "sync_solver=False",
-        edits=(("        sync_solver=False,", "        "),),
+        '"sync_solver": False',
+        edits=(('    "sync_solver": False,', "    "),),
+    ),
+    Technique(
+        "forward",
+        "maximum that propagates NaN",
+        "the default maximum: five operations instead of one",
+        "propagate_nan=tl.PropagateNan.ALL",
+        edits=((", propagate_nan=tl.PropagateNan.ALL)", ")"),),
+    ),
+    Technique(
+        "forward",
+        "query blocks up one head and down the next",
+        "up through every head: a short item beside a long one",
+        "def _block(",
+        edits=(("        i_m += t // blocks % 2 * (blocks - 1 - 2 * i_m)", "        i_m += 0"),),
+        on="causal",
     ),
     Technique(
         "forward",
         "causal skipping",
         "all groups are computed (timed without a mask)",
-        "count = (i_t % blocks * BM + BM + KG - 1) // KG",
+        "A causal item ends with the last keys that its rows see",
         causal=False,
         on="causal",
     ),
@@ -151,82 +183,132 @@ TECHNIQUES = (
         "query-tile-major order",
         "the tiles of a head one after another",
         "i_m = t // heads",
-        edits=_TILE_ORDER_FORWARD,
-        of=_GENERAL,
-        on="causal",
-        replace={"get_path": "general"},
-    ),
-    Technique(
-        "forward",
-        "maximum that propagates NaN",
-        "the default maximum: five operations instead of one",
-        "propagate_nan=tl.PropagateNan.ALL",
-        edits=((", propagate_nan=tl.PropagateNan.ALL)", ")"),),
-        of=_GENERAL,
-        replace={"get_path": "general"},
+        edits=(
+            ("        i_m = t // heads\n", "        i_m = t % tl.cdiv(SQ, BM)\n"),
+            ("        i_z = (t % heads) // H\n", "        i_z = t // tl.cdiv(SQ, BM) // H\n"),
+            ("        i_h = (t % heads) % H\n", "        i_h = t // tl.cdiv(SQ, BM) % H\n"),
+            ("lse + (t % heads).to(tl.int64)", "lse + (t // tl.cdiv(SQ, BM)).to(tl.int64)"),
+        ),
+        of=_OVERLAP,
     ),
     Technique(
         "forward",
         "wide key tiles",
         "key tiles of 128 (64 at D=256)",
-        "_TILES_MASKED",
+        "_TILES_MASKED = ",
         settings={
             "_TILES": {64: (128, 128), 128: (128, 128), 256: (64, 64)},
             "_TILES_MASKED": {64: (64, 128), 128: (64, 128), 256: (32, 64)},
         },
-        of=_GENERAL,
-        replace={"get_path": "general"},
+        of=_OVERLAP,
     ),
     Technique("backward", SHIPPED, "", "def attention_bwd("),
     Technique(
         "backward",
+        _OVERLAP,
+        "general path: three kernels, the compiler's split",
+        "def get_path_bwd(",
+        replace={"get_path_bwd": "general"},
+        needs="def get_path_bwd(",
+    ),
+    Technique(
+        "backward",
+        "chunks of rows that fill the buffer",
+        "vector work in chunks of 16 rows",
+        "_PIPELINES = ",
+        settings={"_PIPELINES": {"R": 16}},
+        needs="def get_path_bwd(",
+    ),
+    Technique(
+        "backward",
+        "events only where written",
+        "the compiler adds its own cross-core events",
+        "disable_auto_inject_block_sync=True",
+        edits=(("disable_auto_inject_block_sync=True", "disable_auto_inject_block_sync=False"),),
+        needs="disable_auto_inject_block_sync=True",
+    ),
+    Technique(
+        "backward",
+        "older solver of events on the cube core",
+        "the default solver: every product waits for the last one",
+        "sync_solver=False",
+        edits=(("        sync_solver=False,", "        "),),
+        needs="sync_solver=False",
+    ),
+    Technique(
+        "backward",
+        "tiles loaded ahead by hand",
+        "the compiler double-buffers",
+        "multibuffer=False",
+        edits=(("multibuffer=False", "multibuffer=True"),),
+        needs="multibuffer=False",
+    ),
+    Technique(
+        "backward",
+        "causal skipping",
+        "all tiles are computed (timed without a mask)",
+        "if CAUSAL:",
+        causal=False,
+        on="causal",
+    ),
+    Technique(
+        "backward",
         "large tiles",
-        "tiles of 64 x 64",
-        "_TILES_DKDV",
-        settings={"_TILES_DKDV": (64, 64), "_TILES_DQ": (64, 64)},
+        "tiles of 64 x 64 (32 x 32 at D=256)",
+        "_TILES_DKDV = ",
+        settings={
+            "_TILES_DKDV": {64: (64, 64), 128: (64, 64), 256: (32, 32)},
+            "_TILES_DQ": {64: (64, 64), 128: (64, 64), 256: (32, 32)},
+        },
+        of=_OVERLAP,
     ),
     Technique(
         "backward",
         "scale on finished tiles",
         "each tile of dS is scaled before its product",
-        "tl.store(p_dk, (b_dk * scale).to(dk.type.element_ty))",
+        "(b_dk * scale)",
         edits=(
             ("(b_dp - tl.load(p_delta)[:, None])", "(b_dp - tl.load(p_delta)[:, None]) * scale"),
             ("(b_dp - b_delta[:, None])", "(b_dp - b_delta[:, None]) * scale"),
             ("(b_dk * scale)", "b_dk"),
             ("(b_dq * scale)", "b_dq"),
         ),
+        of=_OVERLAP,
     ),
     Technique(
         "backward",
         "tile-major order",
         "the tiles of a head one after another",
-        "i_n = t // heads",
+        "col = t // heads * BN",
         edits=(
-            (
-                "        i_n = t // heads\n        i_head = t % heads\n",
-                "        i_n = t % (N // BN)\n        i_head = t // (N // BN)\n",
-            ),
-            (
-                "        i_m = t // heads\n        i_head = t % heads\n",
-                "        i_m = t % (N // BM)\n        i_head = t // (N // BM)\n",
-            ),
+            ("        col = t // heads * BN\n", "        col = t % tl.cdiv(SK, BN) * BN\n"),
+            ("        i_z = t % heads // HK\n", "        i_z = t // tl.cdiv(SK, BN) // HK\n"),
+            ("        i_hk = t % heads % HK\n", "        i_hk = t // tl.cdiv(SK, BN) % HK\n"),
+            ("        row = t // heads * BM\n", "        row = t % tl.cdiv(SQ, BM) * BM\n"),
+            ("        i_head = t % heads\n", "        i_head = t // tl.cdiv(SQ, BM)\n"),
         ),
-    ),
-    Technique(
-        "backward",
-        "causal skipping",
-        "all tiles are computed (timed without a mask)",
-        "first = i_n * BN // BM * BM",
-        causal=False,
-        on="causal",
+        of=_OVERLAP,
     ),
 )
 
 
+def source(suite: str) -> str:
+    """The text of a kernel file."""
+    return (REPOSITORY / f"{suite}.py").read_text()
+
+
+def available(suite: str) -> list[Technique]:
+    """The techniques of a suite whose kernel is in the file, the shipped kernel first. Where that
+    of which one is a part is not there, it is a part of the shipped kernel."""
+    text = source(suite)
+    found = [item for item in TECHNIQUES if item.suite == suite and item.needs in text]
+    names = {item.name for item in found}
+    return [item if item.of in names else replace(item, of="") for item in found]
+
+
 def technique(suite: str, name: str) -> Technique:
-    """One of TECHNIQUES."""
-    return next(t for t in TECHNIQUES if (t.suite, t.name) == (suite, name))
+    """One of the techniques that are available."""
+    return next(item for item in available(suite) if item.name == name)
 
 
 def edited(chosen: Technique) -> str:
@@ -236,17 +318,18 @@ def edited(chosen: Technique) -> str:
         ValueError: a text to replace, or the piece of code that names the technique, is not in
             the file (the kernel has changed: mend or drop the row).
     """
-    text = (REPOSITORY / f"{chosen.suite}.py").read_text()
-    for piece in (chosen.code, *(old for old, _ in chosen.edits)):
+    text = source(chosen.suite)
+    edits = (*technique(chosen.suite, chosen.of).edits, *chosen.edits) if chosen.of else chosen.edits
+    for piece in (chosen.code, *(old for old, _ in edits)):
         if piece not in text:
             raise ValueError(f"{chosen.suite}.py must have the text {piece!r} of technique {chosen.name!r}")
-    for old, new in chosen.edits:
+    for old, new in edits:
         text = text.replace(old, new)
     return text
 
 
 def module(chosen: Technique) -> ModuleType:
-    """A copy of the kernel's module with the technique switched off.
+    """A copy of the kernel's module with the technique, and that of which it is a part, switched off.
 
     Raises:
         ValueError: as `edited`, or a table or attribute that the module does not have.
@@ -264,24 +347,30 @@ def module(chosen: Technique) -> ModuleType:
     made = importlib.util.module_from_spec(spec)
     sys.modules[name] = made  # Triton finds the source of a kernel through its module
     spec.loader.exec_module(made)
-    for attribute in (*chosen.settings, *chosen.replace):
-        if not hasattr(made, attribute):
-            raise ValueError(f"{chosen.suite}.py must have {attribute!r} for technique {chosen.name!r}")
-    for attribute, value in chosen.settings.items():
-        setattr(made, attribute, _set(getattr(made, attribute), value))
-    for attribute, value in chosen.replace.items():
-        function = callable(getattr(made, attribute))
-        setattr(made, attribute, (lambda *_, _value=value, **__: _value) if function else value)
+    for item in [technique(chosen.suite, chosen.of), chosen] if chosen.of else [chosen]:
+        for attribute in (*item.settings, *item.replace):
+            if not hasattr(made, attribute):
+                raise ValueError(f"{item.suite}.py must have {attribute!r} for technique {item.name!r}")
+        for attribute, value in item.settings.items():
+            setattr(made, attribute, _set(getattr(made, attribute), value))
+        for attribute, value in item.replace.items():
+            function = callable(getattr(made, attribute))
+            setattr(made, attribute, (lambda *_, _value=value, **__: _value) if function else value)
     return made
 
 
 def _set(table: Mapping[Any, Any], value: Any) -> dict[Any, Any]:
-    """A table with other settings: in every entry, of the entries named, or flat."""
+    """A table with other settings: `value` in every entry; or, where it is by key of the table, in
+    those entries; or, where it is by setting, in each entry that is a table of settings."""
     if not isinstance(value, Mapping):
         return dict.fromkeys(table, value)
-    if all(key in table for key in value):
-        return {**table, **value}
-    return {key: {**entry, **value} for key, entry in table.items()}
+    if not all(key in table for key in value):
+        return {key: {**entry, **value} for key, entry in table.items()}
+    merged = {
+        key: {**table[key], **new} if isinstance(new, Mapping) and isinstance(table[key], Mapping) else new
+        for key, new in value.items()
+    }
+    return {**table, **merged}
 
 
 def time_case(chosen: Technique, case: Case) -> dict[str, Any]:
@@ -338,7 +427,7 @@ def check_values(chosen: Technique) -> dict[str, Any]:
 def work() -> dict[str, tuple[Technique, Case | None]]:
     """What there is to do, by key; without a case it is the check of the values."""
     found: dict[str, tuple[Technique, Case | None]] = {}
-    for chosen in TECHNIQUES:
+    for chosen in (item for suite in SUITES for item in available(suite)):
         found[f"{chosen.suite}: {chosen.name}: values"] = chosen, None
         for case in cases(chosen.suite):
             if case.kind == "performance" and case.dtype == "fp16" and chosen.applies(case):
@@ -346,10 +435,19 @@ def work() -> dict[str, tuple[Technique, Case | None]]:
     return found
 
 
+def _switches(chosen: Technique) -> list[object]:
+    """What a technique sets, beside the edits."""
+    items = [technique(chosen.suite, chosen.of), chosen] if chosen.of else [chosen]
+    return [value for item in items for value in (item.settings, item.replace)]
+
+
 def wanted() -> dict[str, str]:
     """Key to digest of every row of results/ablation.json."""
     model = sources()
-    return {key: digest(model, edited(chosen), *vars(chosen).values(), case) for key, (chosen, case) in work().items()}
+    return {
+        key: digest(model, edited(chosen), _switches(chosen), chosen.causal, case)
+        for key, (chosen, case) in work().items()
+    }
 
 
 def do(key: str) -> dict[str, Any]:
