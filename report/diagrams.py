@@ -130,7 +130,7 @@ def flow_forward() -> Figure:
     _stage(axis, "cube", 51, 56, "P(i-1) V, summed over the whole group in L0C")
     _stage(axis, "scratch", LEFT, 24, "scores, fp32\ntwo slots")
     _stage(axis, "scratch", 51, 24, "probs, fp16 or bf16\ntwo slots")
-    _stage(axis, "scratch", 83, 24, "partial, fp32\ntwo slots")
+    _stage(axis, "scratch", 83, 24, "partial results, fp32\ntwo slots or three")
     _stage(axis, "vector", LEFT, 60, "row maximum, exp, row sum of the group (exact, fp32)")
     _stage(axis, "vector", 79, 28, "join with the running result,\nor divide and finish")
     _move(axis, 20, "cube", "scratch", "fixpipe, then event 0", RED)

@@ -143,11 +143,9 @@ def cuda(records: Records) -> str:
     found = records["cuda"]
     rows = []
     for row in found["rows"]:
-        errors = row.get("errors")
-        if isinstance(errors, dict):
-            errors = max((v for v in errors.values() if isinstance(v, (int, float))), default=None)
-        worst = number(errors, 2) if isinstance(errors, (int, float)) else str(errors or "-")
-        times = [number(row.get("ms")), number(row.get("sdpa_ms")), number(row.get("ratio"))]
-        rows.append([str(row["case"]), str(row["status"]), worst, *times])
-    header = ["case", "status", "largest error", "ms, measured", "SDPA ms, measured", "SDPA / own"]
-    return f"On {_device(found)}, all heads checked; these times are measured.\n\n" + table(header, rows, left=(0, 1))
+        cells = [row["case"], row["status"], str(row.get("heads") or "-"), number(row.get("errors"), 2)]
+        cells += [number(row.get(name)) for name in ("ms", "sdpa_ms", "ratio")]
+        rows.append([*cells, row.get("message") or ""])
+    header = ["case", "status", "heads checked", "largest error", "ms, measured", "SDPA ms, measured", "SDPA / own"]
+    text = f"On {_device(found)}; every time in this table is measured."
+    return text + "\n\n" + table([*header, "note"], rows, left=(0, 1, 7))

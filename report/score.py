@@ -109,6 +109,7 @@ def _case_table(records: Records, suite: str) -> str:
     word = records["score"]["device"]["time"]
     header = ["case", "Z,H,N,D", "dtype", "status", "heads checked", f"ms, {word}"]
     rows = []
+    with_scratch = any(row.get("scratch_bytes") is not None for _, row in timed(records, suite))
     for case, row in timed(records, suite):
         found = records.interval(case.name, row["ms"]) if row["ms"] is not None else None
         cells = [case.name, shape(case), case.dtype, row["status"], f"{row['heads_checked']} of {row['heads']}"]
@@ -117,12 +118,14 @@ def _case_table(records: Records, suite: str) -> str:
             cells.append(span(found))
         cells += [number(row["textbook_ms"]), number(row["baseline_ms"]), number(row["speedup"])]
         cells += [percent(row["cube_utilisation"]), number(row["max_abs_error"], 2), number(row["rms_error"], 2)]
+        if with_scratch:
+            cells.append("-" if row.get("scratch_bytes") is None else f"{row['scratch_bytes'] / 2**20:.0f}")
         rows.append(cells)
     if is_predicted(records):
         header.append("interval")
     names = sorted({row["baseline"] for _, row in timed(records, suite) if row["baseline"]})
     header += [f"textbook, {word}", f"baseline: {', '.join(names) or 'none'}", "speed-up", "cube busy"]
-    header += ["max abs error", "rms error"]
+    header += ["max abs error", "rms error", *(["scratch MiB"] if with_scratch else [])]
     return table(header, rows, left=(0, 1, 2, 3))
 
 

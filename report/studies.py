@@ -145,6 +145,26 @@ def ablation_backward(records: Records) -> str:
     return _ablation(records, "backward")
 
 
+@block("tune", "tune")
+def tune(records: Records) -> str:
+    """What the tuner found beside what is shipped."""
+    rows = []
+    for entry in records["tune"].values():
+        best = [row for row in entry.get("best", ()) if "ms" in row]
+        if not best:
+            continue
+        shape = entry["shape"]
+        first = min(best, key=lambda row: row["ms"])
+        shipped = min((row["ms"] for row in best if row["shipped"]), default=None)
+        text = " ".join(f"{name}={value}" for name, value in first["settings"].items())
+        mask = "causal" if shape["causal"] else "full"
+        name = f"{shape['z']},{shape['h']},{shape['n']},{shape['d']} {mask} {shape['dtype']}"
+        tried = str(len(entry["rows"]))
+        rows.append([name, first["space"], tried, number(shipped), number(first["ms"]), f"`{text}`"])
+    header = ["Z,H,N,D", "kernel", "settings tried", "shipped ms, predicted", "best ms, predicted", "best settings"]
+    return table(header, rows, left=(0, 1, 5)) if rows else "*No shape has been tuned to the end.*"
+
+
 @block("roofline", "roofline")
 def roofline(records: Records) -> str:
     """Each case beside the floors of the chip and the needs of its pipes."""

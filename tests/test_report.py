@@ -53,7 +53,20 @@ SAMPLES = {
     },
     "cuda": {
         "device": {"name": "a GPU"},
-        "rows": [{"case": "P1", "status": "passed", "errors": {"out": 1e-3}, "ms": 2.0, "sdpa_ms": 1.0, "ratio": 0.5}],
+        "rows": [
+            {"case": "P1", "status": "passed", "heads": 1024, "errors": 1e-3, "ms": 2.0, "sdpa_ms": 1.0, "ratio": 0.5},
+            {"case": "compute-sanitizer memcheck", "status": "skipped", "errors": None, "message": "not on PATH"},
+        ],
+    },
+    "tune": {
+        "(128, 8, 1024, 128) causal": {
+            "shape": {"z": 128, "h": 8, "n": 1024, "d": 128, "causal": True, "dtype": "fp16"},
+            "rows": [{}, {}],
+            "best": [
+                {"space": "pipeline", "settings": {"KG": 512}, "ms": 3.0, "shipped": False},
+                {"space": "pipeline", "settings": {"KG": 1024}, "ms": 3.1, "shipped": True},
+            ],
+        }
     },
 }
 
@@ -145,7 +158,9 @@ def test_model_blocks(sampled) -> None:
     assert "| forward | F1 | 1.1.0 | race on UB |" in texts["schedules"]
     assert "| L2 bandwidth x 0.5 / x 2 * | 1.40 / 0.80 |" in texts["sensitivity"]
     assert "Below 2 % everywhere: scalar issue." in texts["sensitivity"]
-    assert "| P1 | passed | 0.0010 | 2.00 | 1.00 | 0.500 |" in texts["cuda"]
+    assert "| P1 | passed | 1024 | 0.0010 | 2.00 | 1.00 | 0.500 |  |" in texts["cuda"]
+    assert "| compute-sanitizer memcheck | skipped | - | - | - | - | - | not on PATH |" in texts["cuda"]
+    assert "| 128,8,1024,128 causal fp16 | pipeline | 2 | 3.10 | 3.00 | `KG=512` |" in texts["tune"]
     assert "joined with the constants that no published time tests" in texts["score"]
     assert "(for other sources than these)" in texts["score"]
 
@@ -176,6 +191,18 @@ def test_each_technique_has_its_row_and_its_code(committed) -> None:
         name = f"{item.name} (of the general path)" if item.of else item.name
         assert f"| {name} |" in report
         assert item.name == SHIPPED or f"| {item.name} | `{item.code}` |" in report
+
+
+def test_what_the_report_names_exists() -> None:
+    report = (ROOT / "REPORT.md").read_text()
+    kernels = (ROOT / "forward.py").read_text() + (ROOT / "backward.py").read_text()
+    names = set(re.findall(r"`(_\w+|attention_\w+|get_\w+)`", report))
+    assert {"attention_fwd_kernel_pipeline", "get_path", "attention_bwd_kernel_delta"} <= names
+    assert all(re.search(rf"\b{name}\b", kernels) for name in names)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    known = {word for text in WRITERS.values() for word in re.findall(r"make ([a-z-]+)", text)}
+    assert set(re.findall(r"`make\s([a-z-]+)", report)) - known <= targets
+    assert all((ROOT / path).exists() for path in re.findall(r"`(harness/[\w/.]+)`", report))
 
 
 def test_published_times() -> None:
