@@ -16,6 +16,11 @@ Versions
      tile moved back); the query heads of a key head are summed in turn.
 """
 
+import functools
+import re
+import shutil
+import subprocess
+
 import torch
 import triton
 import triton.language as tl
@@ -25,8 +30,10 @@ try:  # triton-ascend 3.2.1 moved its extensions
 except ImportError:
     al = tl
 
-# Upstream Triton, for CUDA, has no such extension.
+# Upstream Triton, for CUDA, has no extensions, so it cannot compile the pipeline.
 ASCEND = tl.constexpr(hasattr(al, "sync_block_set"))
+if ASCEND.value:
+    _sync_set, _sync_wait, _slice = al.sync_block_set, al.sync_block_wait, al.extract_slice
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # those of the tables below; every other one is rounded up to find its tiles
 MAX_HEAD_DIM = 256
@@ -34,6 +41,7 @@ MAX_LENGTH = 1 << 24
 MAX_TILES = (1 << 31) - 1
 LAYOUTS = ("BNSD", "BSND")
 DTYPES = (torch.float16, torch.bfloat16)
+FP32_MAX = (2 - 2**-23) * 2.0**127
 
 
 @triton.jit
@@ -284,6 +292,444 @@ def attention_bwd_kernel_dq(
             tl.store(p_dq, b_dq_out)
 
 
+ROWS = tl.constexpr(1 << 20)
+
+
+@triton.jit
+def _tile(base, COLS: tl.constexpr, row, col, BR: tl.constexpr, BC: tl.constexpr):
+    """Block pointer to a tile of a row-major scratch with COLS columns."""
+    return tl.make_block_ptr(base, (ROWS, COLS), (COLS, 1), (row, col), (BR, BC), (1, 0))
+
+
+@triton.jit
+def _rows(base, row, BR: tl.constexpr):
+    """Block pointer to BR elements of a vector."""
+    return tl.make_block_ptr(base, (ROWS,), (1,), (row,), (BR,), (0,))
+
+
+@triton.jit
+def _input(base, N, stride, row, BR: tl.constexpr, D: tl.constexpr):
+    """Block pointer to BR rows of one head of an input."""
+    return tl.make_block_ptr(base, (N, D), (stride, 1), (row, 0), (BR, D), (1, 0))
+
+
+@triton.jit
+def _probability_rows(
+    scores, probs, lse, o_n, scale, r,
+    MASK: tl.constexpr, KG: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """P = exp(S scale - lse) of R rows from r on."""
+    b_s = tl.load(_tile(scores, KG, r, 0, R, KG))  # [R, KG]
+    b_p = tl.exp(b_s * scale - tl.load(_rows(lse, r, R))[:, None])
+    if MASK:
+        o_m = (r + tl.arange(0, R)).to(tl.float32)
+        b_p = tl.where(o_m[:, None] >= o_n[None, :], b_p, 0.0)
+    tl.store(_tile(probs, KG, r, 0, R, KG), b_p.to(probs.type.element_ty))
+
+
+@triton.jit
+def _gradient_rows(dprobs, probs, ds, delta, r, N: tl.constexpr, KG: tl.constexpr, R: tl.constexpr):
+    """dS = P (dP - delta) of R rows from r on."""
+    b_dp = tl.load(_tile(dprobs, KG, r, 0, R, KG))  # [R, KG]
+    b_p = tl.load(_tile(probs, KG, r, 0, R, KG))  # [R, KG]
+    b_ds = b_p.to(tl.float32) * (b_dp - tl.load(_rows(delta, r, R))[:, None])
+    tl.store(_tile(ds, N, r, 0, R, KG), b_ds.to(ds.type.element_ty))
+
+
+@triton.jit
+def _products(
+    a, b, out, row, DONE: tl.constexpr, MI: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, D: tl.constexpr
+):
+    """A B^T, [MI, KG] without its first DONE rows, to rows of a scratch from `row` on."""
+    # Two results live in L0C at once: one is drained while the other is computed.
+    if KG == BT:
+        for r in range(DONE, MI, 2 * BT):
+            b_x = tl.dot(_slice(a, (r, 0), (BT, D), (1, 1)), tl.trans(b))
+            b_y = tl.dot(_slice(a, (r + BT, 0), (BT, D), (1, 1)), tl.trans(b))
+            tl.store(_tile(out, KG, row + r, 0, BT, BT), b_x)
+            tl.store(_tile(out, KG, row + r + BT, 0, BT, BT), b_y)
+    else:
+        for r in range(DONE, MI, BT):
+            b_a = _slice(a, (r, 0), (BT, D), (1, 1))
+            b_x = tl.dot(b_a, tl.trans(_slice(b, (0, 0), (BT, D), (1, 1))))
+            b_y = tl.dot(b_a, tl.trans(_slice(b, (BT, 0), (BT, D), (1, 1))))
+            tl.store(_tile(out, KG, row + r, 0, BT, BT), b_x)
+            tl.store(_tile(out, KG, row + r, BT, BT, BT), b_y)
+
+
+@triton.jit
+def _left(base, N: tl.constexpr, stride, row: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr):
+    """Block pointer to rows of one head of an input from `row` on: MOST, or those that are left."""
+    SIZE: tl.constexpr = MOST if row + MOST <= N else N - row
+    return _input(base, N, stride, row, SIZE, D)
+
+
+@triton.jit
+def _score_phase(
+    b_a, b_b, a, stride_a, out, p_a0, p_a1, p_x0, p_n0, p_n1,
+    EVENT: tl.constexpr, LOW: tl.constexpr, DONE: tl.constexpr, EARLY: tl.constexpr, N: tl.constexpr, MI: tl.constexpr,
+    KG: tl.constexpr, BT: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """A B^T for the queries from LOW on, in pieces of MI rows, each followed by an event; the
+    first piece is loaded, and its first DONE rows are computed, already. Loads the next phase's
+    first tiles meanwhile."""
+    b_a0 = b_a
+    b_a1 = b_a
+    b_x0 = b_a
+    b_n0 = b_a
+    b_n1 = b_a
+    for row in tl.static_range(LOW, N, MI):
+        if row + MI < N:
+            b_n = tl.load(_left(a, N, stride_a, row + MI, MI, D))
+        else:
+            b_n = b_a
+            b_a0 = tl.load(p_a0)
+            b_x0 = tl.load(p_x0)
+            if AHEAD == 2:
+                b_a1 = tl.load(p_a1)
+            if EARLY:
+                b_n0 = tl.load(p_n0)
+                b_n1 = tl.load(p_n1)
+        _products(b_a, b_b, out, row, DONE if row == LOW else 0, MI if row + MI <= N else N - row, KG, BT, D)
+        _sync_set("cube", "vector", EVENT)
+        b_a = b_n
+    return b_a0, b_a1, b_x0, b_n0, b_n1
+
+
+@triton.jit
+def _mixed_tile(
+    b_sa, b_sb, out, row, TILE: tl.constexpr, TILES: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, D: tl.constexpr
+):
+    """One tile of the next scores, drained while the gradients are multiplied."""
+    if TILE < TILES:
+        R: tl.constexpr = TILE // (KG // BT) * BT
+        C: tl.constexpr = TILE % (KG // BT) * BT
+        b_s = tl.dot(_slice(b_sa, (R, 0), (BT, D), (1, 1)), tl.trans(_slice(b_sb, (C, 0), (BT, D), (1, 1))))
+        tl.store(_tile(out, KG, row + R, C, BT, BT), b_s)
+
+
+@triton.jit
+def _gradient_phase(
+    b_a, b_a1, b_x, a, x, stride_x, b_n0, b_n1, p_n0, p_n1, out, next_row,
+    NEXT: tl.constexpr, TILES: tl.constexpr, MIX: tl.constexpr, LOW: tl.constexpr, PITCH: tl.constexpr,
+    N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, KP: tl.constexpr, XP: tl.constexpr, AHEAD: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """A^T X over the queries from LOW on, [KG, D], in pieces of KP rows; the first tiles are
+    loaded already. Loads the next phase's first tiles meanwhile, or, with TILES, computes that
+    many tiles of its scores."""
+    PARTS: tl.constexpr = MIX if TILES > 0 else 1
+    for row in tl.static_range(LOW, N, KP):
+        b_m = b_x
+        if row + KP < N:
+            if (row + KP - LOW) % XP == 0:
+                b_m = tl.load(_left(x, N, stride_x, row + KP, XP, D))
+        b_a2 = b_a
+        if AHEAD == 2:
+            if row + 2 * KP < N:
+                b_a2 = tl.load(_tile(a, PITCH, row + 2 * KP, 0, KP, KG))
+        elif row + KP < N:
+            b_a1 = tl.load(_tile(a, PITCH, row + KP, 0, KP, KG))
+        if NEXT and row + KP >= N:
+            b_n0 = tl.load(p_n0)
+            b_n1 = tl.load(p_n1)
+        for part in tl.static_range(0, PARTS):
+            if TILES > 0:
+                _mixed_tile(b_n0, b_n1, out, next_row, (row - LOW) // KP * PARTS + part, TILES, KG, BT, D)
+            b_ap = _slice(b_a, (part * (KP // PARTS), 0), (KP // PARTS, KG), (1, 1))
+            b_xp = _slice(b_x, ((row - LOW) % XP + part * (KP // PARTS), 0), (KP // PARTS, D), (1, 1))
+            if row == LOW and part == 0:
+                b_g = tl.dot(tl.trans(b_ap), b_xp)
+            else:
+                b_g = tl.dot(tl.trans(b_ap), b_xp, b_g)
+        b_a = b_a1
+        b_a1 = b_a2
+        b_x = b_m
+    return b_g, b_n0, b_n1
+
+
+@triton.jit
+def _cube_step(
+    b_qa, b_k, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
+    stride_qn, stride_kn, stride_vn, stride_dn, p_n0, p_n1, g, g1,
+    FROM: tl.constexpr, NEXT: tl.constexpr, LOW: tl.constexpr, LOW1: tl.constexpr, LOW2: tl.constexpr,
+    LOW3: tl.constexpr, MIX: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, MI: tl.constexpr,
+    KP: tl.constexpr, XP: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The cube's work on group g of the keys: its scores, and the key gradients of the group
+    before, g1 (q1, do1, dv1: of that group's head). LOW, LOW1, LOW2: first query that sees this
+    group, the one before, the next one. p_n0 and p_n1: tiles for what comes next; NEXT: 0
+    nothing, 1 load them, 2 begin the next group's scores with them. FROM: the last step did so,
+    between the pieces of queries from LOW3 on."""
+    SECOND: tl.constexpr = LOW1 + KP if LOW1 + KP < N else LOW1
+    ACROSS: tl.constexpr = KG // BT
+    # Tiles of scores that fit between the pieces of a gradient: whole rows of them.
+    MIXED: tl.constexpr = MIX * ((N - LOW1) // KP) // ACROSS * ACROSS
+    MIXED0: tl.constexpr = MIX * ((N - LOW3) // KP) // ACROSS * ACROSS
+    FIRST: tl.constexpr = (MI if LOW + MI <= N else N - LOW) // BT * ACROSS
+    FIRST2: tl.constexpr = (MI if LOW2 + MI <= N else N - LOW2) // BT * ACROSS
+    TILES: tl.constexpr = MIXED if MIXED < FIRST else FIRST
+    TILES2: tl.constexpr = (MIXED if MIXED < FIRST2 else FIRST2) if NEXT == 2 else 0
+    DONE: tl.constexpr = (MIXED0 if MIXED0 < FIRST else FIRST) // ACROSS * BT if FROM else 0
+    p_p = probs + g1 % 2 * N * KG
+    p_ds = ds + g1 * KG
+    if DONE == 0:
+        _sync_wait("vector", "cube", 1)
+    b_a0, b_a1, b_x0, b_da, b_v = _score_phase(
+        b_qa, b_k, q0, stride_qn, scores,
+        _tile(p_p, KG, LOW1, 0, KP, KG), _tile(p_p, KG, SECOND, 0, KP, KG), _left(do1, N, stride_dn, LOW1, XP, D),
+        _left(do0, N, stride_dn, LOW, MI, D), _input(v0, N, stride_vn, g * KG, KG, D),
+        0, LOW, DONE, TILES > 0, N, MI, KG, BT, AHEAD, D,
+    )  # fmt: skip
+    if TILES > 0:
+        _sync_wait("vector", "cube", 3)
+    b_g, b_da, b_v = _gradient_phase(
+        b_a0, b_a1, b_x0, p_p, do1, stride_dn, b_da, b_v,
+        _left(do0, N, stride_dn, LOW, MI, D), _input(v0, N, stride_vn, g * KG, KG, D), dprobs, LOW,
+        TILES == 0, TILES, MIX, LOW1, KG, N, KG, BT, KP, XP, AHEAD, D,
+    )  # fmt: skip
+    tl.store(_tile(dv1, D, g1 * KG, 0, KG, D), b_g.to(dv1.type.element_ty))
+    if TILES == 0:
+        _sync_wait("vector", "cube", 3)
+    b_a0, b_a1, b_x0, b_n0, b_n1 = _score_phase(
+        b_da, b_v, do0, stride_dn, dprobs,
+        _tile(p_ds, N, LOW1, 0, KP, KG), _tile(p_ds, N, SECOND, 0, KP, KG), _left(q1, N, stride_qn, LOW1, XP, D),
+        p_n0, p_n1, 4, LOW, TILES // ACROSS * BT, TILES2 > 0, N, MI, KG, BT, AHEAD, D,
+    )  # fmt: skip
+    if TILES2 > 0:
+        _sync_wait("vector", "cube", 1)
+    b_h, b_n0, b_n1 = _gradient_phase(
+        b_a0, b_a1, b_x0, p_ds, q1, stride_qn, b_n0, b_n1, p_n0, p_n1, scores, LOW2,
+        NEXT > 0 and TILES2 == 0, TILES2, MIX, LOW1, N, N, KG, BT, KP, XP, AHEAD, D,
+    )  # fmt: skip
+    tl.store(_tile(part + g1 % 2 * KG * D, D, 0, 0, KG, D), b_h)
+    _sync_set("cube", "vector", 2)
+    return b_n0, b_n1
+
+
+@triton.jit
+def _keys(
+    k,
+    stride,
+    i: tl.constexpr,
+    column: tl.constexpr,
+    N: tl.constexpr,
+    KQ: tl.constexpr,
+    DQ: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Block pointer to the i-th KQ keys of a head, DQ columns."""
+    return tl.make_block_ptr(k, (N, D), (stride, 1), (i * KQ, column), (KQ, DQ), (1, 0))
+
+
+@triton.jit
+def _query_phase(
+    b_k0, b_k1, k, stride_k, ds, dq_part, column: tl.constexpr,
+    CAUSAL: tl.constexpr, N: tl.constexpr, BQ: tl.constexpr, KQ: tl.constexpr, DQ: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """dS K of one head, DQ columns, in tiles of BQ queries and four steps of KQ keys. The first
+    two of the keys' tiles are loaded already."""
+    b_k2 = b_k0
+    b_k3 = b_k0
+    b_ds = tl.load(_tile(ds, N, 0, 0, BQ, KQ))
+    for m in tl.static_range(0, N, BQ):
+        for n in tl.static_range(0, m + BQ if CAUSAL else N, KQ):
+            b_n = b_ds
+            if n + KQ < (m + BQ if CAUSAL else N):
+                b_n = tl.load(_tile(ds, N, m, n + KQ, BQ, KQ))
+            elif m + BQ < N:
+                b_n = tl.load(_tile(ds, N, m + BQ, 0, BQ, KQ))
+            if (m == BQ and n == 0) if CAUSAL else (m == 0 and n == 0):
+                b_k2 = tl.load(_keys(k, stride_k, 2, column, N, KQ, DQ, D))
+            if (m == 2 * BQ and n == 0) if CAUSAL else (m == 0 and n == KQ):
+                b_k3 = tl.load(_keys(k, stride_k, 3, column, N, KQ, DQ, D))
+            if n == 0:
+                b_dq = tl.dot(b_ds, b_k0)
+            elif n == KQ:
+                b_dq = tl.dot(b_ds, b_k1, b_dq)
+            elif n == 2 * KQ:
+                b_dq = tl.dot(b_ds, b_k2, b_dq)
+            else:
+                b_dq = tl.dot(b_ds, b_k3, b_dq)
+            b_ds = b_n
+        tl.store(_tile(dq_part, D, m, column, BQ, DQ), b_dq)
+
+
+@triton.jit
+def attention_bwd_kernel_pipeline(
+    q, k, v, out, dout, lse, dq, dk, dv, delta, scores, dprobs, probs, ds, part, dq_part,
+    stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
+    stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn,
+    scale, H, HEADS,
+    CAUSAL: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr,
+    XP: tl.constexpr, AHEAD: tl.constexpr, MIX: tl.constexpr, UNROLL: tl.constexpr, BQ: tl.constexpr,
+    KQ: tl.constexpr, DQ: tl.constexpr, R: tl.constexpr, RD: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """All three gradients with cube and vector cores on different items."""
+    GROUPS: tl.constexpr = N // KG
+    pid = tl.program_id(0)
+    first = pid * HEADS // tl.num_programs(0)
+    last = (pid + 1) * HEADS // tl.num_programs(0)
+    delta += pid * N
+    scores += pid * N * KG
+    dprobs += pid * N * KG
+    probs += pid * 2 * N * KG
+    ds += pid * N * N
+    part += pid * 2 * KG * D
+    dq_part += pid * N * D
+    _sync_set("vector", "cube", 1)
+    _sync_set("vector", "cube", 3)
+    for h in range(first, last):
+        h1 = tl.maximum(h - 1, first)
+        q0 = q + (h // H).to(tl.int64) * stride_qz + (h % H).to(tl.int64) * stride_qh
+        k0 = k + (h // H).to(tl.int64) * stride_kz + (h % H).to(tl.int64) * stride_kh
+        v0 = v + (h // H).to(tl.int64) * stride_vz + (h % H).to(tl.int64) * stride_vh
+        do0 = dout + (h // H).to(tl.int64) * stride_dz + (h % H).to(tl.int64) * stride_dh
+        q1 = q + (h1 // H).to(tl.int64) * stride_qz + (h1 % H).to(tl.int64) * stride_qh
+        do1 = dout + (h1 // H).to(tl.int64) * stride_dz + (h1 % H).to(tl.int64) * stride_dh
+        dv0 = dv + h.to(tl.int64) * N * D
+        dv1 = dv + h1.to(tl.int64) * N * D
+        # The key gradients run one group behind: the first ones are those of the last head.
+        if UNROLL == GROUPS:
+            b_qa = tl.load(_input(q0, N, stride_qn, 0, MI, D))
+            b_k = tl.load(_input(k0, N, stride_kn, 0, KG, D))
+            b_qa, b_k = _cube_step(
+                b_qa, b_k, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
+                stride_qn, stride_kn, stride_vn, stride_dn,
+                _left(q0, N, stride_qn, KG // BQ * BQ if CAUSAL else 0, MI, D), _input(k0, N, stride_kn, KG, KG, D),
+                0, GROUPS - 1, False, 2,
+                0, (N - KG) // BQ * BQ if CAUSAL else 0, KG // BQ * BQ if CAUSAL else 0, 0,
+                MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+            )  # fmt: skip
+            for g in tl.static_range(1, GROUPS - 1):
+                b_qa, b_k = _cube_step(
+                    b_qa, b_k, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
+                    stride_qn, stride_kn, stride_vn, stride_dn,
+                    _left(q0, N, stride_qn, (g + 1) * KG // BQ * BQ if CAUSAL else 0, MI, D),
+                    _input(k0, N, stride_kn, (g + 1) * KG, KG, D),
+                    g, g - 1, True, 2,
+                    g * KG // BQ * BQ if CAUSAL else 0, (g - 1) * KG // BQ * BQ if CAUSAL else 0,
+                    (g + 1) * KG // BQ * BQ if CAUSAL else 0,
+                    (g + GROUPS - 2) % GROUPS * KG // BQ * BQ if CAUSAL else 0,
+                    MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                )  # fmt: skip
+            b_k0, b_k1 = _cube_step(
+                b_qa, b_k, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
+                stride_qn, stride_kn, stride_vn, stride_dn,
+                _keys(k0, stride_kn, 0, 0, N, KQ, DQ, D), _keys(k0, stride_kn, 1, 0, N, KQ, DQ, D),
+                GROUPS - 1, GROUPS - 2, True, 1,
+                (N - KG) // BQ * BQ if CAUSAL else 0, (N - 2 * KG) // BQ * BQ if CAUSAL else 0, 0,
+                (N - 3 * KG) // BQ * BQ if CAUSAL else 0,
+                MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+            )  # fmt: skip
+        else:
+            for u in range(0, GROUPS, 2):
+                hu = tl.where(u == 0, h1, h)
+                qu = q + (hu // H).to(tl.int64) * stride_qz + (hu % H).to(tl.int64) * stride_qh
+                dou = dout + (hu // H).to(tl.int64) * stride_dz + (hu % H).to(tl.int64) * stride_dh
+                b_qa = tl.load(_input(q0, N, stride_qn, 0, MI, D))
+                b_k = tl.load(_input(k0, N, stride_kn, u * KG, KG, D))
+                b_qa, b_k = _cube_step(
+                    b_qa, b_k, q0, k0, v0, do0, qu, dou, dv + hu.to(tl.int64) * N * D, scores, dprobs, probs, ds, part,
+                    stride_qn, stride_kn, stride_vn, stride_dn,
+                    _input(q0, N, stride_qn, 0, MI, D), _input(k0, N, stride_kn, (u + 1) * KG, KG, D),
+                    u, (u + GROUPS - 1) % GROUPS, False, 2, 0, 0, 0, 0, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                )  # fmt: skip
+                b_qa, b_k = _cube_step(
+                    b_qa, b_k, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
+                    stride_qn, stride_kn, stride_vn, stride_dn,
+                    _input(q0, N, stride_qn, 0, MI, D), _input(k0, N, stride_kn, u * KG, KG, D),
+                    u + 1, u, True, 0, 0, 0, 0, 0, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                )  # fmt: skip
+            b_k0 = tl.load(_keys(k0, stride_kn, 0, 0, N, KQ, DQ, D))
+            b_k1 = tl.load(_keys(k0, stride_kn, 1, 0, N, KQ, DQ, D))
+        _sync_wait("vector", "cube", 5)
+        _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, DQ, D)
+        for d in tl.static_range(DQ, D, DQ):
+            b_k0 = tl.load(_keys(k0, stride_kn, 0, d, N, KQ, DQ, D))
+            b_k1 = tl.load(_keys(k0, stride_kn, 1, d, N, KQ, DQ, D))
+            _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, d, CAUSAL, N, BQ, KQ, DQ, D)
+        _sync_set("cube", "vector", 6)
+
+        o0 = out + (h // H).to(tl.int64) * stride_oz + (h % H).to(tl.int64) * stride_oh
+        lse0 = lse + h.to(tl.int64) * N
+        for r in range(0, N, R):
+            b_o = tl.load(_input(o0, N, stride_on, r, R, D)).to(tl.float32)
+            b_do = tl.load(_input(do0, N, stride_dn, r, R, D)).to(tl.float32)
+            tl.store(_rows(delta, r, R), tl.sum(b_o * b_do, 1))
+        for g in range(0, GROUPS):
+            p0 = probs + g % 2 * N * KG
+            low = 0
+            if CAUSAL:
+                low = g * KG // BQ * BQ
+            pieces = (N - low + MI - 1) // MI
+            o_n = (g * KG + tl.arange(0, KG)).to(tl.float32)
+            for c in range(0, pieces):
+                _sync_wait("cube", "vector", 0)
+                start = low + c * MI
+                stop = tl.minimum(start + MI, N)
+                if CAUSAL:
+                    diagonal = BQ * (c == 0).to(tl.int32)
+                    for r in range(start, start + diagonal, RD):
+                        _probability_rows(scores, p0, lse0, o_n, scale, r, True, KG, RD)
+                    start += diagonal
+                for r in range(start, stop, 2 * R):
+                    _probability_rows(scores, p0, lse0, o_n, scale, r, False, KG, R)
+                    _probability_rows(scores, p0, lse0, o_n, scale, r + R, False, KG, R)
+            _sync_set("vector", "cube", 1)
+            for c in range(0, pieces):
+                _sync_wait("cube", "vector", 4)
+                start = low + c * MI
+                for r in range(start, tl.minimum(start + MI, N), 2 * R):
+                    _gradient_rows(dprobs, p0, ds + g * KG, delta, r, N, KG, R)
+                    _gradient_rows(dprobs, p0, ds + g * KG, delta, r + R, N, KG, R)
+            _sync_set("vector", "cube", 3)
+            # The key gradient of the group before.
+            _sync_wait("cube", "vector", 2)
+            g1 = (g + GROUPS - 1) % GROUPS
+            dk1 = dk + (h - (g == 0).to(tl.int32)).to(tl.int64) * N * D
+            live = ((h > first) | (g > 0)).to(tl.int32)
+            for r in range(0, KG * live, RO):
+                b_o = tl.load(_tile(part + g1 % 2 * KG * D, D, r, 0, RO, D))
+                tl.store(_tile(dk1, D, g1 * KG + r, 0, RO, D), (b_o * scale).to(dk.type.element_ty))
+        _sync_set("vector", "cube", 5)
+        _sync_wait("cube", "vector", 6)
+        for r in range(0, N, RO):
+            b_o = tl.load(_tile(dq_part, D, r, 0, RO, D))
+            tl.store(_tile(dq + h.to(tl.int64) * N * D, D, r, 0, RO, D), (b_o * scale).to(dq.type.element_ty))
+    # The key gradients of the last group.
+    _sync_wait("vector", "cube", 1)
+    _sync_wait("vector", "cube", 3)
+    live = tl.minimum(last - first, 1)
+    h1 = last - 1
+    q1 = q + (h1 // H).to(tl.int64) * stride_qz + (h1 % H).to(tl.int64) * stride_qh
+    do1 = dout + (h1 // H).to(tl.int64) * stride_dz + (h1 % H).to(tl.int64) * stride_dh
+    end1 = N - KG
+    p1 = probs + (GROUPS - 1) % 2 * N * KG
+    part1 = part + (GROUPS - 1) % 2 * KG * D
+    low = 0
+    if CAUSAL:
+        low = end1 // BQ * BQ
+    for _ in range(0, live):
+        b_g = tl.zeros([KG, D], tl.float32)
+        for m in range(low, N, KP):
+            b_g = tl.dot(
+                tl.trans(tl.load(_tile(p1, KG, m, 0, KP, KG))), tl.load(_input(do1, N, stride_dn, m, KP, D)), b_g
+            )
+        tl.store(_tile(dv + h1.to(tl.int64) * N * D, D, end1, 0, KG, D), b_g.to(dv.type.element_ty))
+        b_h = tl.zeros([KG, D], tl.float32)
+        for m in range(low, N, KP):
+            b_h = tl.dot(
+                tl.trans(tl.load(_tile(ds, N, m, end1, KP, KG))), tl.load(_input(q1, N, stride_qn, m, KP, D)), b_h
+            )
+        tl.store(_tile(part1, D, 0, 0, KG, D), b_h)
+    _sync_set("cube", "vector", 2)
+    _sync_wait("cube", "vector", 2)
+    for r in range(0, KG * live, RO):
+        b_o = tl.load(_tile(part1, D, r, 0, RO, D))
+        tl.store(_tile(dk + h1.to(tl.int64) * N * D, D, end1 + r, 0, RO, D), (b_o * scale).to(dk.type.element_ty))
+
+
 def _prepare_device(q: torch.Tensor) -> None:
     """CPU tensors run on the virtual NPU, which is imported only then."""
     if q.device.type not in ("cpu", "npu", "cuda"):
@@ -294,13 +740,35 @@ def _prepare_device(q: torch.Tensor) -> None:
         virtual_npu.install()
 
 
-def _device_counts() -> tuple[int, int]:
-    """AI cores of the active device, and its vector cores; on CUDA no limit, one tile for each program."""
-    if not ASCEND.value:
-        return 1 << 30, 1 << 30
+def _active_counts() -> tuple[int, int]:
+    """AI cores of the active device, and its vector cores."""
     driver = triton.runtime.driver.active
     properties = driver.utils.get_device_properties(driver.get_current_device())
     return int(properties["num_aicore"]), int(properties.get("num_vectorcore", 2 * properties["num_aicore"]))
+
+
+@functools.lru_cache
+def _chip_counts(device: torch.device) -> tuple[int, int]:
+    return _active_counts()
+
+
+def _device_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """`_active_counts`, kept for a chip, which answers in a millisecond; the virtual NPU's may
+    change. On CUDA no limit: one tile for each program."""
+    if not ASCEND.value:
+        return 1 << 30, 1 << 30
+    return _active_counts() if tensor.device.type == "cpu" else _chip_counts(tensor.device)
+
+
+@functools.lru_cache
+def _compiler_release(device: int) -> str:
+    """Release of the bishengir-compile on PATH, "1.1.0" (the contest's) where it does not say."""
+    compiler = shutil.which("bishengir-compile")
+    if compiler is None:
+        return "1.1.0"
+    text = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    match = re.search(r"bishengir-compile (\d+(?:\.\d+)+)", text)
+    return match[1] if match else "1.1.0"
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, like: torch.Tensor | None) -> None:
@@ -368,7 +836,7 @@ def _check_options(causal: bool | str, sm_scale: float | None) -> None:
         return
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)):
         raise TypeError(f"sm_scale must be a float or None, got {type(sm_scale).__name__}")
-    if not abs(sm_scale) <= torch.finfo(torch.float32).max:
+    if not abs(sm_scale) <= FP32_MAX:
         raise ValueError(f"sm_scale must be finite in fp32, got {sm_scale}")
 
 
@@ -463,6 +931,69 @@ def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, 
     return _TILES_DKDV[width], _TILES_DQ[width]
 
 
+# The pipeline's constexprs by head dimension and causal: groups of KG keys, scores in tiles of
+# BT x BT, dq in tiles of BQ rows, vector work in chunks of R rows, results in chunks of RO rows.
+_KEYS_256 = {"KG": 256, "BT": 128, "BQ": 256, "KQ": 256, "R": 64, "RD": 64, "RO": 64}
+_PIPELINES = {
+    (64, False): _KEYS_256 | {"MI": 512, "KP": 256, "XP": 512, "AHEAD": 1, "MIX": 2, "UNROLL": 4, "DQ": 64},
+    (64, True): _KEYS_256 | {"MI": 512, "KP": 256, "XP": 512, "AHEAD": 1, "MIX": 0, "UNROLL": 4, "DQ": 64},
+    (128, False): _KEYS_256 | {"MI": 512, "KP": 256, "XP": 256, "AHEAD": 2, "MIX": 0, "UNROLL": 4, "DQ": 128},
+    (128, True): _KEYS_256 | {"MI": 256, "KP": 256, "XP": 256, "AHEAD": 1, "MIX": 0, "UNROLL": 4, "DQ": 128},
+    (256, False): _KEYS_256
+    | {"KG": 128, "MI": 256, "KP": 256, "XP": 256, "AHEAD": 1, "MIX": 0, "UNROLL": 2, "DQ": 128},
+    (256, True): _KEYS_256 | {"KG": 128, "MI": 256, "KP": 256, "XP": 256, "AHEAD": 1, "MIX": 0, "UNROLL": 8, "DQ": 128},
+}
+_PIPELINE_LENGTHS = (1024,)
+_PIPELINE_OPTIONS = {
+    "disable_auto_inject_block_sync": True,  # the events in the kernel are the whole hand-over
+    "sync_solver": False,  # the default solver lets every product wait for the last one
+    "multibuffer": False,  # tiles are loaded ahead by hand; doubled ones run out of event ids
+}
+
+
+def get_path_bwd(Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool, cores: int, release: str = "1.1.0") -> str:
+    """Which kernels a shape takes: "pipeline" or "general".
+
+    The pipeline needs a length whose score gradients of one head for each core stay in L2
+    (1024), a head for each core, and a bishengir before 1.2 (see `forward.get_path`).
+    """
+    fits = (HEAD_DIM, causal) in _PIPELINES and N_CTX in _PIPELINE_LENGTHS and cores <= Z * H
+    return "pipeline" if fits and release.startswith(("1.0", "1.1")) else "general"
+
+
+def pipeline_scratch(N_CTX: int, HEAD_DIM: int, causal: bool, cores: int) -> dict[str, int]:
+    """Elements of the pipeline's scratch buffers, all cores together: in fp32 delta, scores,
+    dprobs, part and dq_part, in q's dtype probs and ds."""
+    n, group = N_CTX, _PIPELINES[HEAD_DIM, causal]["KG"]
+    for_one = {
+        "delta": n,
+        "scores": n * group,
+        "dprobs": n * group,
+        "probs": 2 * n * group,
+        "ds": n * n,
+        "part": 2 * group * HEAD_DIM,
+        "dq_part": n * HEAD_DIM,
+    }
+    return {name: cores * elements for name, elements in for_one.items()}
+
+
+def _backward_pipeline(dout, q, k, v, out, lse, causal, scale, cores):
+    """Launch of the pipeline; its scratch depends on the cores only."""
+    z, h, n, d = q.shape
+    dq, dk, dv = (torch.empty((z, h, n, d), dtype=q.dtype, device=q.device) for _ in range(3))
+    scratch = [
+        torch.empty(elements, dtype=q.dtype if name in ("probs", "ds") else torch.float32, device=q.device)
+        for name, elements in pipeline_scratch(n, d, causal, cores).items()
+    ]
+    attention_bwd_kernel_pipeline[(cores,)](
+        q, k, v, out, dout, lse, dq, dk, dv, *scratch,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dout.stride()[:3],
+        scale, h, z * h, CAUSAL=causal, N=n, D=d, **_PIPELINES[d, causal],
+        **_PIPELINE_OPTIONS,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
 def attention_bwd(dout, q, k, v, out, lse, causal=False, sm_scale=None, *, layout="BNSD"):
     """Gradients of `forward.attention_fwd`.
 
@@ -498,7 +1029,14 @@ def attention_bwd(dout, q, k, v, out, lse, causal=False, sm_scale=None, *, layou
     shift = _shift(causal, q.shape[2], k.shape[2])
     _prepare_device(q)
     q, k, v, out, dout = (_rows_apart(x) for x in (q, k, v, out, dout))
-    return _backward_general(dout, q, k, v, out, lse.contiguous(), shift, scale, layout)
+    lse = lse.contiguous()
+    if ASCEND.value and q.shape == k.shape == v.shape:
+        release = _compiler_release(triton.runtime.driver.active.get_current_device())
+        cores, _ = _device_counts(q)
+        if get_path_bwd(*q.shape, shift is not None, cores, release) == "pipeline":
+            grads = _backward_pipeline(dout, q, k, v, out, lse, shift is not None, scale, cores)
+            return tuple(_in_layout(x, q.shape[2], layout) for x in grads)
+    return _backward_general(dout, q, k, v, out, lse, shift, scale, layout)
 
 
 def _backward_general(dout, q, k, v, out, lse, shift, scale, layout):
@@ -521,7 +1059,7 @@ def _backward_general(dout, q, k, v, out, lse, shift, scale, layout):
         out, dout = out.contiguous(), dout.contiguous()
     if rows > sq:
         lse = torch.nn.functional.pad(lse, (0, rows - sq))
-    cores, vector_cores = _device_counts()
+    cores, vector_cores = _device_counts(q)
     delta = torch.empty((z, h, rows), dtype=torch.float32, device=q.device)
     grad_q = _empty(z, h, rows, d, layout, q)
     grad_k, grad_v = _empty(z, hk, keys, d, layout, q), _empty(z, hk, keys, dv, layout, q)
