@@ -14,6 +14,10 @@ Versions
      finished tile instead of to every score gradient.
   2  Every shape that the forward takes, by the same means (exact head dimensions, the last
      tile moved back); the query heads of a key head are summed in turn.
+  3  An explicit pipeline for N = 1024: one kernel, whole heads to a core. The cube computes S
+     and dP of a group of keys to scratch of its core; the vector cores make P and dS of them,
+     while the cube multiplies the group before: dV and dK over all queries in L0C, and dQ of the
+     head at its end. Large tiles, sliced on chip, loaded a phase ahead; delta in the same kernel.
 """
 
 import functools
@@ -453,14 +457,15 @@ def _cube_step(
     b_qa, b_k, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
     stride_qn, stride_kn, stride_vn, stride_dn, p_n0, p_n1, g, g1,
     FROM: tl.constexpr, NEXT: tl.constexpr, LOW: tl.constexpr, LOW1: tl.constexpr, LOW2: tl.constexpr,
-    LOW3: tl.constexpr, MIX: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, MI: tl.constexpr,
-    KP: tl.constexpr, XP: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
+    LOW3: tl.constexpr, TILES0: tl.constexpr, MIX: tl.constexpr, N: tl.constexpr, KG: tl.constexpr,
+    BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr,
+    XP: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The cube's work on group g of the keys: its scores, and the key gradients of the group
     before, g1 (q1, do1, dv1: of that group's head). LOW, LOW1, LOW2: first query that sees this
     group, the one before, the next one. p_n0 and p_n1: tiles for what comes next; NEXT: 0
     nothing, 1 load them, 2 begin the next group's scores with them. FROM: the last step did so,
-    between the pieces of queries from LOW3 on."""
+    between the pieces of queries from LOW3 on; TILES0: else so many tiles of scores are done."""
     SECOND: tl.constexpr = LOW1 + KP if LOW1 + KP < N else LOW1
     ACROSS: tl.constexpr = KG // BT
     # Tiles of scores that fit between the pieces of a gradient: whole rows of them.
@@ -470,7 +475,7 @@ def _cube_step(
     FIRST2: tl.constexpr = (MI if LOW2 + MI <= N else N - LOW2) // BT * ACROSS
     TILES: tl.constexpr = MIXED if MIXED < FIRST else FIRST
     TILES2: tl.constexpr = (MIXED if MIXED < FIRST2 else FIRST2) if NEXT == 2 else 0
-    DONE: tl.constexpr = (MIXED0 if MIXED0 < FIRST else FIRST) // ACROSS * BT if FROM else 0
+    DONE: tl.constexpr = (MIXED0 if MIXED0 < FIRST else FIRST) // ACROSS * BT if FROM else TILES0 // ACROSS * BT
     p_p = probs + g1 % 2 * N * KG
     p_ds = ds + g1 * KG
     if DONE == 0:
@@ -524,11 +529,13 @@ def _keys(
 
 @triton.jit
 def _query_phase(
-    b_k0, b_k1, k, stride_k, ds, dq_part, column: tl.constexpr,
-    CAUSAL: tl.constexpr, N: tl.constexpr, BQ: tl.constexpr, KQ: tl.constexpr, DQ: tl.constexpr, D: tl.constexpr,
+    b_k0, b_k1, k, stride_k, ds, dq_part, b_sa, b_sb, scores, column: tl.constexpr,
+    TILES: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
+    KQ: tl.constexpr, DQ: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dS K of one head, DQ columns, in tiles of BQ queries and four steps of KQ keys. The first
-    two of the keys' tiles are loaded already."""
+    two of the keys' tiles are loaded already. Computes TILES tiles of the next head's scores
+    meanwhile, one for each step."""
     b_k2 = b_k0
     b_k3 = b_k0
     b_ds = tl.load(_tile(ds, N, 0, 0, BQ, KQ))
@@ -536,6 +543,9 @@ def _query_phase(
         for n in tl.static_range(0, m + BQ if CAUSAL else N, KQ):
             b_n = b_ds
             if n + KQ < (m + BQ if CAUSAL else N):
+                if (n + 2 * KQ == N and column == 0) and m == (N - BQ if CAUSAL else 0):
+                    # The last group's score gradients are the last to come.
+                    _sync_wait("vector", "cube", 5)
                 b_n = tl.load(_tile(ds, N, m, n + KQ, BQ, KQ))
             elif m + BQ < N:
                 b_n = tl.load(_tile(ds, N, m + BQ, 0, BQ, KQ))
@@ -543,6 +553,11 @@ def _query_phase(
                 b_k2 = tl.load(_keys(k, stride_k, 2, column, N, KQ, DQ, D))
             if (m == 2 * BQ and n == 0) if CAUSAL else (m == 0 and n == KQ):
                 b_k3 = tl.load(_keys(k, stride_k, 3, column, N, KQ, DQ, D))
+            if TILES > 0:
+                _mixed_tile(
+                    b_sa, b_sb, scores, 0, n // KQ + (m // BQ * (m // BQ + 1) // 2 if CAUSAL else m // BQ * (N // KQ)),
+                    TILES, KG, BT, D,
+                )  # fmt: skip
             if n == 0:
                 b_dq = tl.dot(b_ds, b_k0)
             elif n == KQ:
@@ -556,6 +571,28 @@ def _query_phase(
 
 
 @triton.jit
+def _delta_rows(
+    out, dout, delta, h, H, stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn,
+    N: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(out * dout) of one head."""
+    o = out + (h // H).to(tl.int64) * stride_oz + (h % H).to(tl.int64) * stride_oh
+    do = dout + (h // H).to(tl.int64) * stride_dz + (h % H).to(tl.int64) * stride_dh
+    for r in range(0, N, R):
+        b_o = tl.load(_input(o, N, stride_on, r, R, D)).to(tl.float32)
+        b_do = tl.load(_input(do, N, stride_dn, r, R, D)).to(tl.float32)
+        tl.store(_rows(delta, r, R), tl.sum(b_o * b_do, 1))
+
+
+@triton.jit
+def _finish_rows(part, out, scale, COUNT: tl.constexpr, RO: tl.constexpr, D: tl.constexpr):
+    """COUNT rows of a finished gradient, fp32, scaled, to an output."""
+    for r in range(0, COUNT, RO):
+        b_o = tl.load(_tile(part, D, r, 0, RO, D))
+        tl.store(_tile(out, D, r, 0, RO, D), (b_o * scale).to(out.type.element_ty))
+
+
+@triton.jit
 def attention_bwd_kernel_pipeline(
     q, k, v, out, dout, lse, dq, dk, dv, delta, scores, dprobs, probs, ds, part, dq_part,
     stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
@@ -565,8 +602,33 @@ def attention_bwd_kernel_pipeline(
     XP: tl.constexpr, AHEAD: tl.constexpr, MIX: tl.constexpr, UNROLL: tl.constexpr, BQ: tl.constexpr,
     KQ: tl.constexpr, DQ: tl.constexpr, R: tl.constexpr, RD: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """All three gradients with cube and vector cores on different items."""
+    """All three gradients with cube and vector cores at work at once; whole heads to a program.
+
+    An item is a group of KG keys against all queries that see it. For item i of a head
+      cube    S = Q K^T to scores, event 0 after each piece of MI rows; dV of item i - 1; dP = dO V^T
+              to dprobs, event 4 after each piece; dK of item i - 1 to part, event 2;
+              after the head's last item dQ of the head to dq_part, event 6
+      vector  waits for event 0: P, event 1; waits for event 4: dS, event 3 (event 5: of the whole
+              head); waits for event 2: dK of item i - 1, scaled, to dk; once a head event 6: dq
+    Scratch, for each core: scores, dprobs [N, KG] fp32; probs two slots [N, KG] and ds [N, N] in
+    q's dtype; part two slots [KG, D] and dq_part [N, D] fp32; delta [N] fp32. The cube writes
+    scores again after event 1 of the item before, dprobs after event 3; events of one core's
+    later items order the rest.
+
+    No two k parts of a product may use the same half of L0 in turn, and a loop that loads drains
+    at its end: phases are straight code, their loads stand a phase ahead (AHEAD: tiles of P or
+    dS), and only products of tiles that are on chip stand in loops. MIX: tiles of the next scores
+    between two pieces of a gradient, where L0C has room for both (D = 64): fixpipe drains them
+    meanwhile. UNROLL: items in one loop body; with a causal mask all, since each has a length of
+    its own. The first item of a program multiplies what it finds in scratch; the true dV and dK
+    are written over the result later.
+    """
     GROUPS: tl.constexpr = N // KG
+    # Tiles of the next head's scores that are computed between the steps of dq.
+    MOST: tl.constexpr = MI // BT * (KG // BT)
+    STEPS: tl.constexpr = N // BQ * (N // BQ + 1) // 2 if CAUSAL else N // BQ * (N // KQ)
+    TILES: tl.constexpr = 0 if MIX == 0 else (MOST if MOST < STEPS else STEPS // 2 * 2)
+    DONE: tl.constexpr = TILES // (KG // BT) * BT
     pid = tl.program_id(0)
     first = pid * HEADS // tl.num_programs(0)
     last = (pid + 1) * HEADS // tl.num_programs(0)
@@ -577,8 +639,20 @@ def attention_bwd_kernel_pipeline(
     ds += pid * N * N
     part += pid * 2 * KG * D
     dq_part += pid * N * D
-    _sync_set("vector", "cube", 1)
+    if TILES > 0:
+        if first < last:
+            qn = q + (first // H).to(tl.int64) * stride_qz + (first % H).to(tl.int64) * stride_qh
+            kn = k + (first // H).to(tl.int64) * stride_kz + (first % H).to(tl.int64) * stride_kh
+            b_qa = tl.load(_input(qn, N, stride_qn, 0, DONE, D))
+            b_k = tl.load(_input(kn, N, stride_kn, 0, KG, D))
+            _products(b_qa, b_k, scores, 0, 0, DONE, KG, BT, D)
+    else:
+        _sync_set("vector", "cube", 1)
     _sync_set("vector", "cube", 3)
+    if first < last:
+        _delta_rows(
+            out, dout, delta, first, H, stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn, N, R, D
+        )
     for h in range(first, last):
         h1 = tl.maximum(h - 1, first)
         q0 = q + (h // H).to(tl.int64) * stride_qz + (h % H).to(tl.int64) * stride_qh
@@ -599,7 +673,7 @@ def attention_bwd_kernel_pipeline(
                 _left(q0, N, stride_qn, KG // BQ * BQ if CAUSAL else 0, MI, D), _input(k0, N, stride_kn, KG, KG, D),
                 0, GROUPS - 1, False, 2,
                 0, (N - KG) // BQ * BQ if CAUSAL else 0, KG // BQ * BQ if CAUSAL else 0, 0,
-                MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                TILES, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS - 1):
                 b_qa, b_k = _cube_step(
@@ -611,7 +685,7 @@ def attention_bwd_kernel_pipeline(
                     g * KG // BQ * BQ if CAUSAL else 0, (g - 1) * KG // BQ * BQ if CAUSAL else 0,
                     (g + 1) * KG // BQ * BQ if CAUSAL else 0,
                     (g + GROUPS - 2) % GROUPS * KG // BQ * BQ if CAUSAL else 0,
-                    MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                    0, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
                 )  # fmt: skip
             b_k0, b_k1 = _cube_step(
                 b_qa, b_k, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
@@ -620,7 +694,7 @@ def attention_bwd_kernel_pipeline(
                 GROUPS - 1, GROUPS - 2, True, 1,
                 (N - KG) // BQ * BQ if CAUSAL else 0, (N - 2 * KG) // BQ * BQ if CAUSAL else 0, 0,
                 (N - 3 * KG) // BQ * BQ if CAUSAL else 0,
-                MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                0, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
             )  # fmt: skip
         else:
             for u in range(0, GROUPS, 2):
@@ -633,30 +707,38 @@ def attention_bwd_kernel_pipeline(
                     b_qa, b_k, q0, k0, v0, do0, qu, dou, dv + hu.to(tl.int64) * N * D, scores, dprobs, probs, ds, part,
                     stride_qn, stride_kn, stride_vn, stride_dn,
                     _input(q0, N, stride_qn, 0, MI, D), _input(k0, N, stride_kn, (u + 1) * KG, KG, D),
-                    u, (u + GROUPS - 1) % GROUPS, False, 2, 0, 0, 0, 0, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                    u, (u + GROUPS - 1) % GROUPS, False, 2, 0, 0, 0, 0, TILES, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
                 )  # fmt: skip
                 b_qa, b_k = _cube_step(
                     b_qa, b_k, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
                     stride_qn, stride_kn, stride_vn, stride_dn,
                     _input(q0, N, stride_qn, 0, MI, D), _input(k0, N, stride_kn, u * KG, KG, D),
-                    u + 1, u, True, 0, 0, 0, 0, 0, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                    u + 1, u, True, 0, 0, 0, 0, 0, 0, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
                 )  # fmt: skip
             b_k0 = tl.load(_keys(k0, stride_kn, 0, 0, N, KQ, DQ, D))
             b_k1 = tl.load(_keys(k0, stride_kn, 1, 0, N, KQ, DQ, D))
-        _sync_wait("vector", "cube", 5)
-        _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, DQ, D)
+        if TILES > 0:
+            hn = tl.minimum(h + 1, last - 1)
+            qn = q + (hn // H).to(tl.int64) * stride_qz + (hn % H).to(tl.int64) * stride_qh
+            kn = k + (hn // H).to(tl.int64) * stride_kz + (hn % H).to(tl.int64) * stride_kh
+            b_qa = tl.load(_input(qn, N, stride_qn, 0, MI, D))
+            b_k = tl.load(_input(kn, N, stride_kn, 0, KG, D))
+            _sync_wait("vector", "cube", 1)
+        else:
+            b_qa = b_k0
+            b_k = b_k0
+        _query_phase(
+            b_k0, b_k1, k0, stride_kn, ds, dq_part, b_qa, b_k, scores, 0, TILES, CAUSAL, N, KG, BT, BQ, KQ, DQ, D
+        )
         for d in tl.static_range(DQ, D, DQ):
             b_k0 = tl.load(_keys(k0, stride_kn, 0, d, N, KQ, DQ, D))
             b_k1 = tl.load(_keys(k0, stride_kn, 1, d, N, KQ, DQ, D))
-            _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, d, CAUSAL, N, BQ, KQ, DQ, D)
+            _query_phase(
+                b_k0, b_k1, k0, stride_kn, ds, dq_part, b_qa, b_k, scores, d, 0, CAUSAL, N, KG, BT, BQ, KQ, DQ, D
+            )
         _sync_set("cube", "vector", 6)
 
-        o0 = out + (h // H).to(tl.int64) * stride_oz + (h % H).to(tl.int64) * stride_oh
         lse0 = lse + h.to(tl.int64) * N
-        for r in range(0, N, R):
-            b_o = tl.load(_input(o0, N, stride_on, r, R, D)).to(tl.float32)
-            b_do = tl.load(_input(do0, N, stride_dn, r, R, D)).to(tl.float32)
-            tl.store(_rows(delta, r, R), tl.sum(b_o * b_do, 1))
         for g in range(0, GROUPS):
             p0 = probs + g % 2 * N * KG
             low = 0
@@ -692,13 +774,30 @@ def attention_bwd_kernel_pipeline(
             for r in range(0, KG * live, RO):
                 b_o = tl.load(_tile(part + g1 % 2 * KG * D, D, r, 0, RO, D))
                 tl.store(_tile(dk1, D, g1 * KG + r, 0, RO, D), (b_o * scale).to(dk.type.element_ty))
+            # The query gradients of the last head: late, so that they hold up nothing.
+            if (g == 0) & (h > first):
+                _sync_wait("cube", "vector", 6)
+                _finish_rows(dq_part, dq + (h - 1).to(tl.int64) * N * D, scale, N, RO, D)
         _sync_set("vector", "cube", 5)
-        _sync_wait("cube", "vector", 6)
-        for r in range(0, N, RO):
-            b_o = tl.load(_tile(dq_part, D, r, 0, RO, D))
-            tl.store(_tile(dq + h.to(tl.int64) * N * D, D, r, 0, RO, D), (b_o * scale).to(dq.type.element_ty))
+        _delta_rows(
+            out,
+            dout,
+            delta,
+            tl.minimum(h + 1, last - 1),
+            H,
+            stride_oz,
+            stride_oh,
+            stride_on,
+            stride_dz,
+            stride_dh,
+            stride_dn,
+            N,
+            R,
+            D,
+        )
     # The key gradients of the last group.
-    _sync_wait("vector", "cube", 1)
+    if TILES == 0:
+        _sync_wait("vector", "cube", 1)
     _sync_wait("vector", "cube", 3)
     live = tl.minimum(last - first, 1)
     h1 = last - 1
@@ -725,9 +824,10 @@ def attention_bwd_kernel_pipeline(
         tl.store(_tile(part1, D, 0, 0, KG, D), b_h)
     _sync_set("cube", "vector", 2)
     _sync_wait("cube", "vector", 2)
-    for r in range(0, KG * live, RO):
-        b_o = tl.load(_tile(part1, D, r, 0, RO, D))
-        tl.store(_tile(dk + h1.to(tl.int64) * N * D, D, end1 + r, 0, RO, D), (b_o * scale).to(dk.type.element_ty))
+    if first < last:
+        _finish_rows(part1, dk + h1.to(tl.int64) * N * D + end1 * D, scale, KG, RO, D)
+        _sync_wait("cube", "vector", 6)
+        _finish_rows(dq_part, dq + h1.to(tl.int64) * N * D, scale, N, RO, D)
 
 
 def _prepare_device(q: torch.Tensor) -> None:

@@ -82,13 +82,40 @@ def test_bf16(d, rng) -> None:
     check(q, k, v, torch.randn(q.shape, generator=rng).bfloat16(), True, SCALE, cores=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("d", "causal"), _PIPELINES)
+def half_precision_or_slow(d: int, causal: bool, dtype: torch.dtype):
+    """Each dtype is a compilation of its own: bf16 by default for one configuration."""
+    slow = dtype == torch.bfloat16 and (d, causal) != (128, False)
+    return pytest.param(d, causal, dtype, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(
+    ("d", "causal", "dtype"),
+    [half_precision_or_slow(*key, dtype) for key in _PIPELINES for dtype in (torch.float16, torch.bfloat16)],
+)
 def test_pipeline(d, causal, dtype, rng) -> None:
     """Three heads on two cores: one program steps from a head to the next."""
     assert get_path_bwd(1, 3, 1024, d, causal, 2) == "pipeline"
     q, k, v = inputs(rng, 1, 3, 1024, d, dtype)
     check(q, k, v, torch.randn(q.shape, generator=rng).to(dtype), causal, SCALE, cores=2, schedule="timed")
+
+
+@pytest.mark.parametrize(
+    ("factor", "gain"), [(1.0, 2.0**-10), (1.0, 2.0**10), (5.0, 1.0), (5.0, 2.0**8), (20.0, 1.0), (20.0, 2.0**-10)]
+)
+def test_pipeline_accuracy(factor, gain, rng) -> None:
+    """Large inputs, and gradients of 2^-10 to 2^10 times normal (5 and 2^10 together give a dq that
+    fp16 cannot hold, while dS, 22000 there, still fits: the scale is applied to finished sums).
+    Errors relative to the norm of the gradient."""
+    q, k, v = inputs(rng, 1, 1, 1024, 128, torch.float16, factor)
+    dout = (torch.randn(q.shape, generator=rng) * gain).half()
+    out, lse, *expected = golden(q, k, v, dout, True, SCALE)
+    with virtual_npu.run(hazards=True, cores=1):
+        grads = attention_bwd(dout, q, k, v, out.half(), lse.float(), True, SCALE)
+    plain = same_precision(q, k, v, dout, out, lse, True, SCALE)
+    for name, grad, gold, other in zip(NAMES, grads, expected, plain, strict=True):
+        assert torch.isfinite(grad).all(), name
+        limit = 2 * (other.double() - gold).norm() + 1e-4 * gold.norm()
+        assert (grad.double() - gold).norm() <= limit, name
 
 
 @pytest.mark.parametrize(("d", "causal"), _PIPELINES)
@@ -97,7 +124,7 @@ def test_pipeline_gives_the_same_bits_under_every_schedule_and_on_any_cores(d, c
     dout = torch.randn(q.shape, generator=rng).half()
     out, lse = (x.to(t) for x, t in zip(reference(q, k, v, causal, SCALE), (q.dtype, torch.float32), strict=True))
     runs = []
-    for cores, schedule in ((1, "cube-first"), (2, "vector-first"), (2, "jitter-1")):
+    for cores, schedule in ((1, "cube-first"), (2, "vector-first"), (3, "jitter-1")):
         with virtual_npu.run(cores=cores, hazards=True, schedule=schedule):
             runs.append(attention_bwd(dout, q, k, v, out, lse, causal, SCALE))
     for grads in runs[1:]:
