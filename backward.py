@@ -809,17 +809,19 @@ def attention_bwd_kernel_pipeline(
     low = 0
     if CAUSAL:
         low = end1 // BQ * BQ
+    # Steps as long as those of a head that is not the last one, for the same bits on any number of cores.
+    KE: tl.constexpr = KP // MIX if MIX > 0 else KP
     for _ in range(0, live):
         b_g = tl.zeros([KG, D], tl.float32)
-        for m in range(low, N, KP):
+        for m in range(low, N, KE):
             b_g = tl.dot(
-                tl.trans(tl.load(_tile(p1, KG, m, 0, KP, KG))), tl.load(_input(do1, N, stride_dn, m, KP, D)), b_g
+                tl.trans(tl.load(_tile(p1, KG, m, 0, KE, KG))), tl.load(_input(do1, N, stride_dn, m, KE, D)), b_g
             )
         tl.store(_tile(dv + h1.to(tl.int64) * N * D, D, end1, 0, KG, D), b_g.to(dv.type.element_ty))
         b_h = tl.zeros([KG, D], tl.float32)
-        for m in range(low, N, KP):
+        for m in range(low, N, KE):
             b_h = tl.dot(
-                tl.trans(tl.load(_tile(ds, N, m, end1, KP, KG))), tl.load(_input(q1, N, stride_qn, m, KP, D)), b_h
+                tl.trans(tl.load(_tile(ds, N, m, end1, KE, KG))), tl.load(_input(q1, N, stride_qn, m, KE, D)), b_h
             )
         tl.store(_tile(part1, D, 0, 0, KG, D), b_h)
     _sync_set("cube", "vector", 2)
