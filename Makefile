@@ -4,6 +4,8 @@ RELEASE ?= 1.1.0
 JOBS ?= 2
 SUITE ?= forward
 CASE ?= P1
+SHAPE ?=
+CAUSAL ?=
 ARGS ?=
 RESUME ?=
 PY := .venv/bin/python
@@ -107,6 +109,9 @@ trace: ## Perfetto trace and picture of a case; SUITE=forward|backward CASE=P1
 
 profile: ## predicted cycles of a case by source line; SUITE and CASE as for trace
 	$(PY) -m harness.studies.profile --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
+
+tune: ## fastest settings of a case, or of SHAPE=Z,H,N,D CAUSAL=1; writes results/tune.json
+	$(PY) -m harness.studies.tune $(if $(SHAPE),--shape $(SHAPE) $(if $(CAUSAL),--causal),--suite $(SUITE) --case $(CASE)) --release $(RELEASE) --jobs $(JOBS) $(ARGS)
 
 mutation: ## does every deleted synchronisation get noticed? writes results/mutation.json
 	OMP_NUM_THREADS=1 $(PY) -m harness.studies.surveys $(ARGS)

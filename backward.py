@@ -1079,6 +1079,15 @@ def pipeline_scratch(N_CTX: int, HEAD_DIM: int, causal: bool, cores: int) -> dic
     return {name: cores * elements for name, elements in for_one.items()}
 
 
+def scratch_bytes(Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool, sm_scale: float) -> int:
+    """Bytes of global memory that the kernels need on the active device beside inputs and outputs."""
+    cores, release = _active_counts()[0], _compiler_release(triton.runtime.driver.active.get_current_device())
+    if get_path_bwd(Z, H, N_CTX, HEAD_DIM, causal, cores, release) == "general":
+        return 4 * Z * H * N_CTX  # delta
+    sizes = pipeline_scratch(N_CTX, HEAD_DIM, causal, cores)
+    return sum(elements * (2 if name in ("probs", "ds") else 4) for name, elements in sizes.items())
+
+
 def _backward_pipeline(dout, q, k, v, out, lse, causal, scale, cores):
     """Launch of the pipeline; its scratch depends on the cores only."""
     z, h, n, d = q.shape

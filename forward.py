@@ -16,7 +16,11 @@ Versions
      (a block of query rows against a group of keys), the cube computes the scores of the
      next one and the output of the last. The running maximum and the rescale come once for
      each group instead of once for each tile; P V of a group never leaves the matrix unit.
-  3  The general path takes every shape: tiles with the exact head dimension (bishengir and
+  3  The same, denser: several keys as one row of L1 (fewer load start-ups), score tiles whose
+     products have two k parts (both halves of L0 at work), causal items of exactly the keys
+     that a block sees with a mask on the diagonal tile only, q scaled once instead of the
+     scores. results/forward_steps.json has every step, also those dropped.
+  4  The general path takes every shape: tiles with the exact head dimension (bishengir and
      the matrix unit pad it to the fractal on chip), the last tile of rows or keys moved back
      so that no load leaves the tensor and nothing has to be filled with zeros.
 """
@@ -289,7 +293,8 @@ def _softmax_causal(
     tl.store(_rows(stats + BM, BM, r, R), tl.sum(b_l0, 1))
     tl.store(_rows(stats + BM, BM, r1, R), tl.sum(b_l1, 1))
     for c in range(seen, keys, C):
-        tl.store(_tile(probs, BM, KG, r, c, C, C), tl.zeros([C, C], probs.type.element_ty))
+        for z in range(0, C, 32):  # a small tile: it is kept on chip
+            tl.store(_tile(probs, BM, KG, r + z, c, 32, C), tl.zeros([32, C], probs.type.element_ty))
 
 
 @triton.jit
@@ -314,7 +319,7 @@ def attention_fwd_kernel_pipeline(
     stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on,
     scale, H, TILES, N,
-    CAUSAL: tl.constexpr, GROUPS: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, GROUPS: tl.constexpr, FOLD: tl.constexpr, PARTIALS: tl.constexpr,
     HALVES: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, F: tl.constexpr,
     U: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, RQ: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -325,20 +330,21 @@ def attention_fwd_kernel_pipeline(
       cube    scores(i) = Q K^T to scratch, event 0; waits for event 1; P V of item i - 1, event 2
       vector  waits for event 0; P(i) and its row statistics, event 1; waits for event 2; merges
               item i - 1 into the rows' running result, or finishes them
-    Scratch, for each core: two slots of scores [BM, KG] fp32, of probs [BM, KG] and (FOLD) of
-    scaled q [BM, D]; partial results [BM, D] fp32: two slots, or with GROUPS three, the merged
-    one and zeros; seven stats [2, BM] fp32 (maximum, sum): five slots, since one vector core
-    may be two items ahead of the other and a block's first group waits for its second, the
-    merged one, and an empty one (-inf, 0).
-    Slots are free in time without further events: the cube reuses slot i of the scores after
-    it waited for event 1 of item i - 2, which both vector cores set after reading them, and
-    so on for each buffer.
+    and sets event 4 after that, for which the cube waits before it stores the next partial result.
+    Scratch, for each core: two slots of scores [BM, KG] fp32 and of probs [BM, KG]; scaled q
+    [BM, D] (FOLD); PARTIALS results [BM, D] fp32: one, or with GROUPS two slots (a block's first
+    result waits for its second), the merged one and zeros; seven stats [2, BM] fp32 (maximum,
+    sum): five slots, since one vector core may be two items ahead of the other, the merged one,
+    and an empty one (-inf, 0).
+    Other slots are free in time without further events: the cube reuses slot i of the scores
+    after it waited for event 1 of item i - 2, which both vector cores set after reading them,
+    and so on.
 
     One load of K or V brings W = BN F keys, those of one row of L1 (see `_packed`) in column
     blocks of their own; without a mask the columns of the scores stand in that order, which
     P V undoes. Tiles of scores hold every HALVES-th row.
 
-    FOLD: the scale is a power of two; the vector cores scale q an item ahead, event 3 (vector
+    FOLD: the scale is a power of two; the vector cores scale the next item's q, event 3 (vector
     to cube), instead of the scores.
 
     Each program takes a run of query blocks, of equal length to one block; GROUPS says
@@ -350,16 +356,15 @@ def attention_fwd_kernel_pipeline(
     BM: tl.constexpr = HALVES * BH
     W: tl.constexpr = BN * F
     SLOTS: tl.constexpr = 5
-    PARTIALS: tl.constexpr = 5 if GROUPS else 2
     pid = tl.program_id(0)
     first = pid * TILES // tl.num_programs(0)
     last = (pid + 1) * TILES // tl.num_programs(0)
     blocks = N // BM
-    scaled += pid * 2 * BM * D
+    scaled += pid * BM * D
     scores += pid * 2 * BM * KG
     probs += pid * 2 * BM * KG
     partial += pid * PARTIALS * BM * D
-    acc = partial + 3 * BM * D
+    acc = partial + 2 * BM * D
     stats += pid * (SLOTS + 2) * 2 * BM
     running = stats + SLOTS * 2 * BM
     items = (last - first) * (N // KG)
@@ -377,7 +382,7 @@ def attention_fwd_kernel_pipeline(
             q_head1 = _head(q, first // blocks, H, stride_qz, stride_qh)
             _scale_rows(q_head1, scaled, scale, _block(first, blocks, CAUSAL) * BM, stride_qn, N, BM, D, RQ)
             _sync_set("vector", "cube", 3)
-    if CAUSAL:
+    if CAUSAL and not GROUPS:  # once
         b_bias0 = tl.load(_tile(bias, 2 * R, 2 * R, 0, 0, R, 2 * R))
         b_bias1 = tl.load(_tile(bias, 2 * R, 2 * R, R, 0, R, 2 * R))
     factor = scale
@@ -394,16 +399,8 @@ def attention_fwd_kernel_pipeline(
                 k_head = _head(k, i_head, H, stride_kz, stride_kh)
                 scores_slot = scores + i % 2 * BM * KG
                 if FOLD:
-                    count1 = N // KG
-                    if CAUSAL:
-                        count1 = (row + BM + KG - 1) // KG
-                    i_t1 = tl.minimum(i_t + (i_g + 1 == count1).to(tl.int32), last - 1)
-                    q_head1 = _head(q, i_t1 // blocks, H, stride_qz, stride_qh)
-                    row1 = _block(i_t1, blocks, CAUSAL) * BM
-                    _scale_rows(q_head1, scaled + (i + 1) % 2 * BM * D, scale, row1, stride_qn, N, BM, D, RQ)
                     _sync_wait("vector", "cube", 3)
-                    _sync_set("vector", "cube", 3)
-                    b_q = tl.load(_tile(scaled + i % 2 * BM * D, BH, HALVES * D, 0, 0, BH, HALVES * D))
+                    b_q = tl.load(_tile(scaled, BH, HALVES * D, 0, 0, BH, HALVES * D))
                 else:
                     b_q = tl.load(_packed(q_head, N, row, BH, HALVES, D))  # [BH, HALVES D]
                 keys = KG
@@ -435,6 +432,14 @@ def attention_fwd_kernel_pipeline(
                                 tl.store(_tile(scores_slot, BH, HALVES * KG, 0, h * KG + KG + n + f * BN, BH, BN), b_s1)
                 _sync_set("cube", "vector", 0)
                 _sync_wait("cube", "vector", 0)
+                if FOLD:
+                    count1 = N // KG
+                    if CAUSAL:
+                        count1 = (row + BM + KG - 1) // KG
+                    i_t1 = tl.minimum(i_t + (i_g + 1 == count1).to(tl.int32), last - 1)
+                    q_head1 = _head(q, i_t1 // blocks, H, stride_qz, stride_qh)
+                    _scale_rows(q_head1, scaled, scale, _block(i_t1, blocks, CAUSAL) * BM, stride_qn, N, BM, D, RQ)
+                    _sync_set("vector", "cube", 3)
                 probs_slot = probs + i % 2 * BM * KG
                 stats_slot = stats + i % SLOTS * 2 * BM
                 if CAUSAL:
@@ -459,7 +464,7 @@ def attention_fwd_kernel_pipeline(
                 o_head = _head(out, i_head0, H, stride_oz, stride_oh)
                 lse_rows = lse + i_head0.to(tl.int64) * N + row0
                 probs_slot0 = probs + (i + 1) % 2 * BM * KG
-                partial_slot = partial + ((i + 2) % 3 if GROUPS else (i + 1) % 2) * BM * D
+                partial_slot = partial + ((i + 1) % 2 if GROUPS else 0) * BM * D
                 _sync_wait("vector", "cube", 1)
                 b_pv = tl.zeros([BM, D], tl.float32)
                 keys0 = KG
@@ -483,6 +488,8 @@ def attention_fwd_kernel_pipeline(
                             else:
                                 for f in tl.static_range(F):
                                     b_pv = tl.dot(_columns(b_p, f * BN, BM, BN), _columns(b_v, f * D, BN, D), b_pv)
+                if i > 1:
+                    _sync_wait("vector", "cube", 4)
                 tl.store(_tile(partial_slot, BM, D, 0, 0, BM, D), b_pv)
                 _sync_set("cube", "vector", 2)
                 _sync_wait("cube", "vector", 2)
@@ -492,11 +499,11 @@ def attention_fwd_kernel_pipeline(
                     if CAUSAL:
                         groups = (row0 + BM + KG - 1) // KG
                     # What came before: the partial result of the first group, the merged one
-                    # (slot 3), or nothing (zeros and maximum -inf, slot 4).
+                    # (slot 2), or nothing (zeros and maximum -inf, slot 3).
                     first_group = (i_g0 == 0).to(tl.int32)
                     second_group = (i_g0 == 1).to(tl.int32)
                     others = 1 - first_group - second_group
-                    before = partial + (4 * first_group + (i + 1) % 3 * second_group + 3 * others) * BM * D
+                    before = partial + (3 * first_group + i % 2 * second_group + 2 * others) * BM * D
                     slot = (SLOTS + 1) * first_group + (i + SLOTS - 2) % SLOTS * second_group + SLOTS * others
                     stats_before = stats + slot * 2 * BM
                     closes = (i_g0 == groups - 1).to(tl.int32)
@@ -524,6 +531,7 @@ def attention_fwd_kernel_pipeline(
                         b_o = tl.load(_tile(partial_slot, BM, D, r, 0, RO, D))
                         p_out = tl.make_block_ptr(o_head, (N, D), (stride_on, 1), (row0 + r, 0), (RO, D), (1, 0))
                         tl.store(p_out, (b_o * (1 / b_l)[:, None]).to(out.type.element_ty))
+                _sync_set("vector", "cube", 4)
             i_t0 = i_t
             i_g0 = i_g
             count = N // KG
@@ -532,8 +540,10 @@ def attention_fwd_kernel_pipeline(
             done = (i_g + 1 == count).to(tl.int32)
             i_t += done
             i_g = (i_g + 1) * (1 - done)
-    if FOLD:
-        _sync_wait("vector", "cube", 3)
+    if items > 0:
+        _sync_wait("vector", "cube", 4)
+        if FOLD:
+            _sync_wait("vector", "cube", 3)
 
 
 def _prepare_device(q: torch.Tensor) -> None:
@@ -758,13 +768,40 @@ _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
         (64, False): (2, 128, 128, 2, 1, 1024, 16, 128, 128, 1, 1),
         (64, True): (4, 64, 256, 1, 1, 1024, 64, 128, 128, 1, 0),
         (128, False): (4, 64, 256, 1, 1, 1024, 16, 64, 128, 1, 1),
-        (128, True): (4, 64, 256, 1, 1, 1024, 64, 128, 128, 1, 0),
+        (128, True): (2, 128, 128, 1, 1, 1024, 64, 128, 128, 1, 0),
         (256, False): (1, 128, 128, 2, 2, 1024, 16, 64, 128, 0, 1),
         (256, True): (1, 128, 128, 2, 1, 1024, 64, 64, 128, 0, 1),
     }.items()
 }
-# Long rows: larger groups, fewer merges; 6 MiB of scores and probs for each core.
-_LONG_GROUP = {False: {"KG": 2048, "R": 8}, True: {"KG": 2048}}
+# Long rows, where they fill them: larger groups, fewer merges.
+_LONG_GROUP: dict[tuple[int, bool], dict[str, int]] = {
+    (64, False): {"KG": 2048, "R": 8},
+    (64, True): {"KG": 2048},
+    (128, False): {"KG": 2048, "R": 8},
+    (128, True): {"KG": 2048, "HALVES": 4, "BH": 64, "BN": 256},
+    (256, False): {"KG": 2048, "R": 8},
+    (256, True): {"KG": 2048},
+}
+_SCRATCH_LIMIT = 128 << 20  # bytes on all cores, half of it up to N = 1024: well inside L2
+
+
+def _scratch(settings, n, d, causal, dtype, cores) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the pipeline's scratch; see the kernel."""
+    rows, group = settings["HALVES"] * settings["BH"], settings["KG"]
+    groups = -(-n // group)
+    partials = 1 if groups == 1 else 4 if causal else min(groups, 3)
+    return {
+        "scaled": ((cores, settings["FOLD"], rows, d), dtype),
+        "scores": ((cores, 2, rows, group), torch.float32),
+        "probs": ((cores, 2, rows, group), dtype),
+        "partial": ((cores, partials, rows, d), torch.float32),
+        "stats": ((cores, 7, 2, rows), torch.float32),
+    }
+
+
+def _bytes_of(scratch: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in scratch.values())
+
 
 _PIPELINE_OPTIONS = {
     "disable_auto_inject_block_sync": True,  # the kernel's events are the whole hand-over
@@ -775,15 +812,18 @@ _CUDA_OPTIONS = {"num_warps": 8, "num_stages": 1}
 
 def _pipeline_settings(n: int, d: int, causal: bool) -> dict[str, int] | None:
     """The pipeline's settings for a shape, or None where it does not apply."""
-    settings = _PIPELINES.get((d, causal))
-    if settings is None:
+    if (d, causal) not in _PIPELINES or n < 512:  # short rows: too little work for an item
         return None
-    if n % _LONG_GROUP[causal]["KG"] == 0:
-        settings = settings | _LONG_GROUP[causal]
-    rows, width = settings["HALVES"] * settings["BH"], settings["BN"] * settings["F"] * settings["U"]
-    if n % rows or n % (width if causal else settings["KG"]):
-        return None
-    return settings
+    base = _PIPELINES[d, causal]
+    long = base | _LONG_GROUP[d, causal]
+    limit = _SCRATCH_LIMIT if n > 1024 else _SCRATCH_LIMIT // 2
+    for settings in (long, long | {"FOLD": 0}, base, base | {"FOLD": 0}):
+        rows, width = settings["HALVES"] * settings["BH"], settings["BN"] * settings["F"] * settings["U"]
+        if n % rows or n % (width if causal else settings["KG"]) or (settings["KG"] > 1024 and n % settings["KG"]):
+            continue
+        if _bytes_of(_scratch(settings, n, d, causal, torch.float16, 20)) <= limit:
+            return settings
+    return None
 
 
 def get_path(
@@ -813,27 +853,14 @@ def _causal_bias(rows: int, device: torch.device) -> torch.Tensor:
     return bias.to(device)
 
 
-def _scratch(settings, n, d, dtype, cores) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the pipeline's scratch; see the kernel."""
-    rows, group = settings["HALVES"] * settings["BH"], settings["KG"]
-    return {
-        "scaled": ((cores, 2 if settings["FOLD"] else 0, rows, d), dtype),
-        "scores": ((cores, 2, rows, group), torch.float32),
-        "probs": ((cores, 2, rows, group), dtype),
-        "partial": ((cores, 5 if n > group else 2, rows, d), torch.float32),
-        "stats": ((cores, 7, 2, rows), torch.float32),
-    }
-
-
-def scratch_bytes(
-    Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool, sm_scale: float, cores: int, release: str = "1.1.0"
-) -> int:
-    """Bytes of global memory that the kernel itself needs beside inputs and outputs (see `get_path`)."""
+def scratch_bytes(Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool, sm_scale: float) -> int:
+    """Bytes of global memory that the kernel needs on the active device beside inputs and outputs."""
+    cores, release = _active_core_count(), _compiler_release(_device_index())
     if get_path(Z, H, N_CTX, HEAD_DIM, causal, sm_scale, cores, release) == "general":
         return 0
     settings = _pipeline_settings(N_CTX, HEAD_DIM, causal)
-    buffers = _scratch(settings, N_CTX, HEAD_DIM, torch.float16, cores).values()
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
+    assert settings is not None
+    return _bytes_of(_scratch(settings, N_CTX, HEAD_DIM, causal, torch.float16, cores))
 
 
 def _forward_pipeline(q, k, v, causal, scale, cores, settings):
@@ -846,11 +873,12 @@ def _forward_pipeline(q, k, v, causal, scale, cores, settings):
     fold = bool(settings["FOLD"]) and scale <= 1 and math.frexp(scale)[0] == 0.5
     out = torch.empty((z, h, n, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((z, h, n), dtype=torch.float32, device=q.device)
-    shapes = _scratch(settings, n, d, q.dtype, cores)
+    shapes = _scratch(settings, n, d, causal, q.dtype, cores)
     scratch = {name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in shapes.items()}
     groups = n > settings["KG"]
     if groups:  # what a first group merges with
-        scratch["partial"][:, 4] = 0
+        if causal:
+            scratch["partial"][:, 3] = 0
         scratch["stats"][:, 6, 0] = -math.inf
         scratch["stats"][:, 6, 1] = 0
     attention_fwd_kernel_pipeline[(cores,)](
@@ -858,7 +886,7 @@ def _forward_pipeline(q, k, v, causal, scale, cores, settings):
         *scratch.values(), _causal_bias(2 * settings["R"], q.device),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         scale, h, z * h * n // (settings["HALVES"] * settings["BH"]), n,
-        CAUSAL=causal, GROUPS=groups, FOLD=fold, D=d, **kernel,
+        CAUSAL=causal, GROUPS=groups, FOLD=fold, PARTIALS=scratch["partial"].shape[1], D=d, **kernel,
         **(_PIPELINE_OPTIONS | {"multibuffer": bool(settings["MB"])} if ASCEND.value else _CUDA_OPTIONS),
     )  # fmt: skip
     return out, lse

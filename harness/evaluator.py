@@ -327,7 +327,9 @@ class Evaluator:
         except _Fault as fault:
             notes.append(f"no textbook time: {fault.status.value}: {fault}")
         timed = _with_baseline(result, case.baseline_ms, PUBLISHED, textbook_ms)
-        return dataclasses.replace(timed, ms=ms, cube_utilisation=share, message="; ".join(notes))
+        return dataclasses.replace(
+            timed, ms=ms, cube_utilisation=share, scratch_bytes=own["scratch_bytes"], message="; ".join(notes)
+        )
 
     def _measured(self, result: CaseResult) -> CaseResult:
         """Time the submission, the vendor's operator and the textbook, repeat by repeat in turn,

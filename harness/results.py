@@ -42,6 +42,8 @@ class CaseResult:
         baseline: what baseline_ms is, in words; "" when there is none.
         baseline_ms, textbook_ms: milliseconds, or None.
         cube_utilisation: ideal cube time over all time, 0 to 1, or None.
+        scratch_bytes: global memory of the kernels beside inputs and outputs, as the
+            submission's `scratch_bytes` tells it, or None.
         max_abs_error, rms_error: over all outputs but lse, against fp64; None when not finite
             or not computed.
         vs_torch: largest error over that of a same-precision PyTorch run, or None.
@@ -58,6 +60,7 @@ class CaseResult:
     baseline_ms: float | None = None
     textbook_ms: float | None = None
     cube_utilisation: float | None = None
+    scratch_bytes: int | None = None
     max_abs_error: float | None = None
     rms_error: float | None = None
     vs_torch: float | None = None

@@ -174,7 +174,15 @@ class Worker:
 
         if not isinstance(self.device, VirtualDevice):
             raise ValueError(f"op time needs the virtual NPU, got {self.device.kind}")
-        return dataclasses.asdict(self.device.time(self._call(request), _shapes(request)))
+        timing = self.device.time(self._call(request), _shapes(request))
+        return {**dataclasses.asdict(timing), "scratch_bytes": self._scratch_bytes(request)}
+
+    def _scratch_bytes(self, request: Mapping[str, Any]) -> int | None:
+        """What a submission's `scratch_bytes` says of the shape; None where it has none."""
+        scratch = None if request.get("baseline") else self._function(request).__globals__.get("scratch_bytes")
+        if scratch is None:
+            return None
+        return int(scratch(*request["shapes"]["q"][0], bool(request["causal"]), float(request["sm_scale"])))
 
     def ready(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Get a call ready to be timed, under a key: inputs on the device, warmed up."""

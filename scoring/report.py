@@ -91,6 +91,7 @@ def _row(result: CaseResult) -> dict[str, Any]:
         "textbook_ms": result.textbook_ms,
         "speedup": result.speedup,
         "cube_utilisation": result.cube_utilisation,
+        "scratch_bytes": result.scratch_bytes,
         "max_abs_error": result.max_abs_error,
         "rms_error": result.rms_error,
     }
@@ -182,6 +183,10 @@ def print_report(console: Console, device: dict[str, str], results: Sequence[Cas
             if baselines == [TEXTBOOK]:
                 note += f" ({device['time']}; no vendor time of the backward on a 910B has been published)"
             console.print(note)
+            told = [r for r in performance if r.scratch_bytes is not None]
+            if told:
+                sizes = ", ".join(f"{r.case.name} {(r.scratch_bytes or 0) / 2**20:.1f}" for r in told)
+                console.print(f"scratch of {suite}'s kernels on all cores, MiB: {sizes}")
         score = scores[suite]
         if score is None:
             console.print(f"{suite}: {len(own)} of {len(cases(suite))} cases ran, so there is no score")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from forward import HEAD_DIMS, _attention, attention, attention_fwd, get_path, get_tiling
+from forward import HEAD_DIMS, _attention, attention, attention_fwd, get_path, get_tiling, scratch_bytes
 from harness import virtual_npu
 
 SCALE = 0.5
@@ -240,3 +240,61 @@ def test_errors_name_the_argument(name, value, kind, text) -> None:
 def test_importing_forward_imports_no_harness() -> None:
     code = "import sys, forward; assert not any(m.split('.')[0] == 'harness' for m in sys.modules), 'harness imported'"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=sys.path[0] or ".", timeout=120)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("causal", "d", "factor"), [(False, 128, 20.0), (True, 128, 5.0), (True, 256, 20.0)])
+def test_pipeline_large_inputs(causal, d, factor, dtype, rng) -> None:
+    """q is scaled, or the scores are, and a row may see one tile of keys or several: exact all the same."""
+    assert get_path(1, 1, 1024, d, causal, SCALE, 1) == "pipeline"
+    check(*inputs(rng, 1, 1, 1024, d, dtype, factor), causal, SCALE, cores=1, schedule="jitter-1")
+
+
+def test_pipeline_causal_groups(rng) -> None:
+    """More keys than a group: blocks of one, two and three groups. The bias was loaded before the
+    loop and again in it, which made it a loop-carried value that bishengir could not compile."""
+    check(*inputs(rng, 1, 1, 3072, 64, torch.float16), True, SCALE, cores=1, schedule="vector-first")
+
+
+def test_pipeline_equal_logits_one_huge_key_and_another_scale(rng) -> None:
+    """0.3 is no power of two, so the scores are scaled instead of q."""
+    q, k, v = inputs(rng, 1, 1, 1024, 64, torch.float16)
+    q[:, :, :128] = 0
+    k[:, :, 700] *= 40
+    for causal in (False, True):
+        check(q, k, v, causal, 0.3, cores=1)
+
+
+def test_pipeline_takes_rows_with_gaps(rng) -> None:
+    """Several keys are one row of L1, which is wrong for rows that do not follow each other."""
+    qkv = (torch.randn(1, 1024, 3, 2, 64, generator=rng) * 0.5).half()
+    q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+    assert k.stride(2) != 64
+    with virtual_npu.run(cores=2):
+        out, _ = attention_fwd(q, k, v, True, SCALE)
+        expected, _ = attention_fwd(q.contiguous(), k.contiguous(), v.contiguous(), True, SCALE)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(("causal", "d", "fold"), [(False, 64, True), (True, 128, False), (False, 256, True)])
+def test_pipeline_events_all_reach_the_program(causal, d, fold) -> None:
+    """bishengir 1.2.0 drops some; what was written must be in the compiled program, on both cores."""
+    x = torch.empty(1, 40, 2048, d, dtype=torch.float16)
+    traced: list = []
+    with virtual_npu.run("timing", trace=traced):
+        attention_fwd(x, x, x, causal, SCALE)
+    ((program, _),) = traced
+    # Sets of the cube: scores, result; of the vector cores: probs, result read, and q before the
+    # loop and in it. The last two are waited for once more at the end.
+    for core, sets, waits in (("AIC", 2, 3 + 2 * fold), ("AIV", 2 + 2 * fold, 2)):
+        names = [op.name.rsplit(".", 1)[1] for op in program.functions[core].walk()]
+        assert names.count("sync_block_set") == sets
+        assert names.count("sync_block_wait") == waits
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_scratch_stays_in_bounds(d, causal) -> None:
+    for n, limit in ((1024, 64), (2048, 128), (4096, 128), (8192, 128), (32768, 128)):
+        assert 0 < scratch_bytes(128, 8, n, d, causal, SCALE) <= limit << 20
+    assert scratch_bytes(128, 8, 8192, d, causal, -SCALE) == 0

@@ -120,7 +120,7 @@ def test_document_has_exactly_the_agreed_keys() -> None:
         }
     keys = (
         "suite kind z h n d causal dtype status heads_checked heads ms baseline baseline_ms textbook_ms speedup "
-        "cube_utilisation max_abs_error rms_error"
+        "cube_utilisation scratch_bytes max_abs_error rms_error"
     )
     assert len(content["cases"]) == 36
     assert all(list(row) == keys.split() for row in content["cases"])

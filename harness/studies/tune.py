@@ -117,15 +117,14 @@ def _pipeline_needs(shape: Shape, s: Settings) -> dict[str, int]:
         raise ValueError("the kernel has no such form")
     if rows % (2 * s["R"] if shape.causal else s["R"]) or rows % s["RO"] or rows % s["RQ"] or rows > 256:
         raise ValueError("does not divide the rows")
-    dtype = shape.tensor(1).dtype
-    buffers = forward._scratch(s, shape.n, d, dtype, CORES).values()
+    scratch = forward._scratch(s, shape.n, d, shape.causal, shape.tensor(1).dtype, CORES)
     half = s["R"] // 2  # rows of one vector core
     softmax = 4 * half * 2 * s["R"] * 6 if shape.causal else (4 * 2 + 2) * half * s["KG"]
     return {
         "l1": 2 * max(rows * d + width * d, s["U"] * (rows * width + width * d)),
         "l0c": 4 * max(2 * s["BH"] * s["BN"], rows * d),
         "ub": max(softmax, 4 * s["RO"] // 2 * d),
-        "scratch": sum(torch.Size(size).numel() * kind.itemsize for size, kind in buffers),
+        "scratch": forward._bytes_of(scratch),
     }
 
 
