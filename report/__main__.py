@@ -6,8 +6,12 @@ With `--html FILE` it writes the page instead.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from harness.studies import ablation, accuracy, roofline, timelines
+from harness.studies.rows import Kept
 
 from . import model, score, studies
 from .blocks import render
@@ -43,12 +47,28 @@ def write(pictures: Mapping[str, str], texts: Mapping[str, str]) -> list[str]:
     return changed
 
 
+def stale() -> list[str]:
+    """What a reader must know of results that these sources did not make."""
+    found = []
+    for study in (ablation, accuracy, roofline, timelines):
+        name = study.RESULTS.name
+        try:
+            missing = Kept(study.RESULTS, study.wanted()).missing()
+        except ValueError as error:
+            found.append(f"results/{name}: {error}")
+        else:
+            if missing:
+                found.append(f"results/{name}: {len(missing)} rows are missing or of other sources")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="REPORT.md, README.md and figures/ from results/.")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to this file instead")
     arguments = parser.parse_args()
     records = Records()
     pictures, texts = draw(records), documents(records)
+    print("\n".join(stale()), file=sys.stderr)
     left_out = sorted(name for name in FIGURES if name not in pictures)
     if left_out:
         print(f"without results: {', '.join(left_out)}")

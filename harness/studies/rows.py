@@ -57,11 +57,6 @@ class Kept:
         return [self.rows[key] for key in self.wanted if key in self.rows]
 
 
-def stale(path: Path, wanted: dict[str, str]) -> bool:
-    """Whether a results file misses rows or has some that were made from other sources."""
-    return bool(Kept(path, wanted).missing())
-
-
 def progress(done: int, total: int, text: str) -> None:
     """One line of progress."""
     print(f"[{done}/{total}] {text}", flush=True)
