@@ -47,7 +47,7 @@ def test_every_technique_is_in_its_kernel() -> None:
     assert len({(item.suite, item.name) for item in TECHNIQUES}) == len(TECHNIQUES)
     for item in (item for suite in SUITES for item in ablation.available(suite)):
         text = ablation.edited(item)
-        switched = bool(item.edits or item.settings or item.replace or item.causal is not None)
+        switched = bool(item.edits or item.settings or item.replace or item.options or item.causal is not None)
         assert switched == (item.name != ablation.SHIPPED)
         assert all(old in new or old not in text for old, new in item.edits), item.name
         ablation.module(item)
@@ -91,6 +91,15 @@ def test_a_switch_reaches_the_launch() -> None:
     general = ablation.time_case(ablation.technique("forward", "overlap of cube and vector cores"), SMALL)
     assert shipped["fault"] == general["fault"] == ""
     assert shipped["ms"] != general["ms"]
+
+
+def test_options_of_a_launch() -> None:
+    seen = []
+    kernel = SimpleNamespace(run=lambda *args, **given: seen.append((args, given)))
+    ablation._relaunch(kernel, {"sync_solver": None, "multibuffer": True})
+    kernel.run(1, grid=(1,), sync_solver=False)
+    kernel.run(2, grid=(1,), multibuffer=False, other=3)
+    assert seen == [((1,), {"grid": (1,)}), ((2,), {"grid": (1,), "multibuffer": True, "other": 3})]
 
 
 def test_what_does_not_compile_is_said() -> None:

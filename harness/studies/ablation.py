@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from ..configs import SUITES, Case, cases, input_rule
 from ..reference import reference_bwd, reference_fwd
@@ -49,6 +50,8 @@ class Technique:
         edits: pairs (text, its replacement); each text must be in the kernel file.
         settings: by the name of a table of the module, what it gets; see `_set`.
         replace: module attributes; where one is a function it gives the value from now on.
+        options: compile options of the launches that give them, and their other values; None
+            leaves the option out.
         causal: another mask for the call.
         on: "causal" or "full": the cases with that mask only.
         of: a technique that is switched off too, and whose time this one's is set beside.
@@ -62,6 +65,7 @@ class Technique:
     edits: tuple[tuple[str, str], ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     replace: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     causal: bool | None = None
     on: str = ""
     of: str = ""
@@ -94,8 +98,8 @@ TECHNIQUES = (
         "forward",
         "larger groups of long rows",
         "the groups of short rows",
-        "_LONG_GROUP = ",
-        edits=(("settings = settings | _LONG_GROUP[causal]", "settings = settings"),),
+        "_LONG_GROUP",
+        settings={"_LONG_GROUP": {"KG": 1024}},
     ),
     Technique(
         "forward",
@@ -107,7 +111,7 @@ TECHNIQUES = (
                 (64, False): {"BH": 64},
                 (64, True): {"HALVES": 2},
                 (128, False): {"HALVES": 2},
-                (128, True): {"HALVES": 2},
+                (128, True): {"HALVES": 2, "BH": 64},
             }
         },
     ),
@@ -145,15 +149,15 @@ TECHNIQUES = (
         "forward",
         "events only where written",
         "the compiler adds its own cross-core events",
-        '"disable_auto_inject_block_sync": True',
-        settings={"_PIPELINE_OPTIONS": {"disable_auto_inject_block_sync": False}},
+        "disable_auto_inject_block_sync",
+        options={"disable_auto_inject_block_sync": None},
     ),
     Technique(
         "forward",
         "older solver of events on the cube core",
         "the default solver: every product waits for the last one",
-        '"sync_solver": False',
-        edits=(('    "sync_solver": False,', "    "),),
+        "sync_solver",
+        options={"sync_solver": None},
     ),
     Technique(
         "forward",
@@ -223,25 +227,25 @@ TECHNIQUES = (
         "backward",
         "events only where written",
         "the compiler adds its own cross-core events",
-        "disable_auto_inject_block_sync=True",
-        edits=(("disable_auto_inject_block_sync=True", "disable_auto_inject_block_sync=False"),),
-        needs="disable_auto_inject_block_sync=True",
+        "disable_auto_inject_block_sync",
+        options={"disable_auto_inject_block_sync": None},
+        needs="def get_path_bwd(",
     ),
     Technique(
         "backward",
         "older solver of events on the cube core",
         "the default solver: every product waits for the last one",
-        "sync_solver=False",
-        edits=(("        sync_solver=False,", "        "),),
-        needs="sync_solver=False",
+        "sync_solver",
+        options={"sync_solver": None},
+        needs="def get_path_bwd(",
     ),
     Technique(
         "backward",
         "tiles loaded ahead by hand",
         "the compiler double-buffers",
-        "multibuffer=False",
-        edits=(("multibuffer=False", "multibuffer=True"),),
-        needs="multibuffer=False",
+        "multibuffer",
+        options={"multibuffer": None},
+        needs="def get_path_bwd(",
     ),
     Technique(
         "backward",
@@ -356,7 +360,23 @@ def module(chosen: Technique) -> ModuleType:
         for attribute, value in item.replace.items():
             function = callable(getattr(made, attribute))
             setattr(made, attribute, (lambda *_, _value=value, **__: _value) if function else value)
+        if item.options:
+            for kernel in vars(made).values():
+                if isinstance(kernel, JITFunction):
+                    _relaunch(kernel, item.options)
     return made
+
+
+def _relaunch(kernel: Any, options: Mapping[str, Any]) -> None:
+    """Let the launches of a kernel that give these compile options have other ones."""
+    original = kernel.run
+
+    def run(*args: Any, **given: Any) -> Any:
+        other = {name: value for name, value in options.items() if name in given}
+        kept = {name: value for name, value in (given | other).items() if name not in other or value is not None}
+        return original(*args, **kept)
+
+    kernel.run = run
 
 
 def _set(table: Mapping[Any, Any], value: Any) -> dict[Any, Any]:
@@ -387,7 +407,7 @@ def time_case(chosen: Technique, case: Case) -> dict[str, Any]:
                 kernel.attention_bwd(x, x, x, x, x, lse, causal, input_rule().sm_scale)
     except CompileError as error:
         return {"ms": None, "fault": "does not compile", "detail": str(error).splitlines()[-1][:300]}
-    except VirtualNPUError as error:
+    except (VirtualNPUError, ValueError) as error:  # of the model or of the kernel's own checks
         return {"ms": None, "fault": type(error).__name__, "detail": str(error).splitlines()[0][:300]}
     return {"ms": round(record.ms, 4), "fault": "", "detail": ""}
 
@@ -414,7 +434,7 @@ def check_values(chosen: Technique) -> dict[str, Any]:
                 else:
                     found = kernel.attention_bwd(dout, q, k, v, out_half, lse.float(), causal, rule.sm_scale)
                     exact = reference_bwd(dout, q, k, v, causal, rule.sm_scale, out=out_half)
-        except VirtualNPUError as error:
+        except (VirtualNPUError, ValueError) as error:
             return {"values": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
         for a, b in zip(found, exact, strict=True):
             error_norm = float((a.double() - b).norm() / b.norm())
@@ -438,7 +458,7 @@ def work() -> dict[str, tuple[Technique, Case | None]]:
 def _switches(chosen: Technique) -> list[object]:
     """What a technique sets, beside the edits."""
     items = [technique(chosen.suite, chosen.of), chosen] if chosen.of else [chosen]
-    return [value for item in items for value in (item.settings, item.replace)]
+    return [value for item in items for value in (item.settings, item.replace, item.options)]
 
 
 def wanted() -> dict[str, str]:
