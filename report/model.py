@@ -84,6 +84,8 @@ def mutation(records: Records) -> str:
         f"{found['noticed']} of {found['deleted']} deletions are noticed "
         f"({percent(found['noticed'] / found['deleted'], 1)}), bishengir {found['release']}."
     )
+    if found.get("share_of_needed"):
+        text += f" Of those that the log of a run does not prove redundant: {percent(found['share_of_needed'], 1)}."
     header = ["kernel", "deleted", "noticed", "redundant by the log of the run", "never reached", "without evidence"]
     return text + "\n\n" + table(header, rows)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from harness.studies.ablation import SHIPPED, Technique, available
+from harness.studies.ablation import SHIPPED, Technique, available, source
 from harness.studies.accuracy import STDS
 
 from .blocks import block
@@ -26,6 +27,14 @@ def steps(records: Records, suite: str) -> list[dict[str, Any]]:
     """The recorded steps of a kernel: step, why, predicted_gain, case, ms_before, ms_after, kept."""
     found = records[f"{suite}_steps"]
     return found if isinstance(found, list) else found["steps"]
+
+
+@block("backward-pipeline")
+def backward_pipeline(records: Records) -> str:
+    """The design of the backward's pipeline, where it is in the kernel file."""
+    if "def get_path_bwd(" not in source("backward"):
+        return "*The backward has no explicit pipeline yet; every shape takes the general path.*"
+    return Path(__file__).with_name("backward_pipeline.md").read_text()
 
 
 def _gain(value: object) -> str:
