@@ -23,13 +23,14 @@ from .score import is_predicted, timed
 from .studies import WHO, ablated, accuracy_errors, geomean, slowdowns
 from .style import BLUE, GREEN, GRID, ORANGE, PURPLE, RED, SETTINGS, TEAL, TEXT, svg
 
-FIGURES: dict[str, tuple[Callable[[Records], Figure], tuple[str, ...]]] = {}
+Maker = Callable[[Records], Figure | None]
+FIGURES: dict[str, tuple[Maker, tuple[str, ...]]] = {}
 
 
-def chart(name: str, *needs: str) -> Callable[[Callable[[Records], Figure]], Callable[[Records], Figure]]:
+def chart(name: str, *needs: str) -> Callable[[Maker], Maker]:
     """Register a figure and the results files that it needs."""
 
-    def register(make: Callable[[Records], Figure]) -> Callable[[Records], Figure]:
+    def register(make: Maker) -> Maker:
         FIGURES[name] = make, needs
         return make
 
@@ -37,12 +38,13 @@ def chart(name: str, *needs: str) -> Callable[[Callable[[Records], Figure]], Cal
 
 
 def draw(records: Records) -> dict[str, str]:
-    """Every figure whose results are there, by name, as SVG."""
+    """Every figure whose results are there and show something, by name, as SVG."""
     with plt.rc_context(SETTINGS):
         found = {name: svg(make()) for name, make in diagrams.DIAGRAMS.items()}
         for name, (make, needs) in FIGURES.items():
-            if all(records.has(need) for need in needs):
-                found[name] = svg(make(records))
+            figure = make(records) if all(records.has(need) for need in needs) else None
+            if figure is not None:
+                found[name] = svg(figure)
     return found
 
 
@@ -112,9 +114,11 @@ def calibration(records: Records) -> Figure:
     return figure
 
 
-def _ablation(records: Records, suite: str) -> Figure:
+def _ablation(records: Records, suite: str) -> Figure | None:
     items = [(item, slowdowns(records, item)) for item in ablated(suite)]
     items = [(item, found) for item, found in items if found]
+    if not items:
+        return None
     cases = sorted({case for _, found in items for case in found})
     colours = dict(zip(cases, (BLUE, ORANGE, GREEN, RED, PURPLE, TEAL), strict=False))
     figure, axis = plt.subplots(figsize=(8.6, 0.46 * len(items) + 1.3))
@@ -141,13 +145,13 @@ def _ablation(records: Records, suite: str) -> Figure:
 
 
 @chart("ablation-forward", "ablation")
-def ablation_forward(records: Records) -> Figure:
+def ablation_forward(records: Records) -> Figure | None:
     """What each technique of the forward gains."""
     return _ablation(records, "forward")
 
 
 @chart("ablation-backward", "ablation")
-def ablation_backward(records: Records) -> Figure:
+def ablation_backward(records: Records) -> Figure | None:
     """What each technique of the backward gains."""
     return _ablation(records, "backward")
 

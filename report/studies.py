@@ -132,14 +132,10 @@ def _ablation(records: Records, suite: str) -> str:
         "it moves with them."
     )
     found_at = table(["technique", f"find it in `{suite}.py` by"], where, left=(0, 1))
-    return "\n\n".join(
-        [
-            text,
-            table(header, rows, left=(0, 1)),
-            figure(f"ablation-{suite}", f"What each technique of the {suite} gains (predicted), by case."),
-            found_at,
-        ]
-    )
+    parts = [text, table(header, rows, left=(0, 1))]
+    if any(slowdowns(records, item) for item in ablated(suite)):
+        parts.append(figure(f"ablation-{suite}", f"What each technique of the {suite} gains (predicted), by case."))
+    return "\n\n".join([*parts, found_at])
 
 
 @block("ablation-forward", "ablation")
