@@ -141,9 +141,18 @@ TECHNIQUES = (
     Technique(
         "forward",
         "chunks of rows that fill the buffer",
-        "softmax in chunks of 8 rows, results in chunks of 32",
+        "chunks of half as many rows",
         "rows of a step of the softmax",
-        settings={"_PIPELINES": {"R": 8, "RO": 32}},
+        settings={
+            "_PIPELINES": {
+                (64, False): {"R": 8, "RO": 64},
+                (64, True): {"R": 32, "RO": 64},
+                (128, False): {"R": 8, "RO": 32},
+                (128, True): {"R": 32, "RO": 64},
+                (256, False): {"R": 8, "RO": 32},
+                (256, True): {"R": 32, "RO": 32},
+            }
+        },
     ),
     Technique(
         "forward",
@@ -218,9 +227,9 @@ TECHNIQUES = (
     Technique(
         "backward",
         "chunks of rows that fill the buffer",
-        "vector work in chunks of 16 rows",
+        "vector work in chunks of 32 rows",
         "_PIPELINES = ",
-        settings={"_PIPELINES": {"R": 16}},
+        settings={"_PIPELINES": {"R": 32, "RD": 32}},
         needs="def get_path_bwd(",
     ),
     Technique(
