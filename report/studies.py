@@ -193,9 +193,9 @@ def roofline(records: Records) -> str:
     text = table(header, rows, left=(0,))
     if beyond:
         text += (
-            f"\n\nIn {', '.join(beyond)} the kernel's own traffic at the rate of L2 takes longer than the predicted "
-            "time: the model's stretch of transfers is not a hard limit there, and the prediction is too low by at "
-            "least that much."
+            f"\n\nIn {', '.join(beyond)} the kernel's own traffic at the fitted rate of L2 takes longer than the "
+            "predicted time. The model stretches transfers by that rate and takes only the documented 7 TB/s as a hard limit: if "
+            "the fitted rate is one too, the prediction is too low by at least that much."
         )
     return "\n\n".join(
         [

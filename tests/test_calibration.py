@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from forward import attention_fwd
+from harness import virtual_npu
 from harness.studies import calibration, sensitivity
 from harness.virtual_npu.hardware import default_constants
 
@@ -68,3 +71,18 @@ def test_hbm_shares_can_be_given_by_kernel() -> None:
 def copy_with_hbm(rate: float) -> dict:
     path = ("shared", "hbm_bytes_per_cycle")
     return sensitivity.changed(path, rate / calibration._value(path, default_constants()))
+
+
+def test_l2_gives_no_more_than_its_limit() -> None:
+    """A kernel that hides its transfers behind other work was predicted faster than L2 can move
+    its bytes: contention stretched each transfer, and nothing bounded their sum."""
+    x = torch.empty(1, 20, 1024, 64, dtype=torch.float16)
+    constants = default_constants()
+    times = []
+    for limit in (constants["shared"]["l2_limit_bytes_per_cycle"], 20.0):
+        slow = {**constants, "shared": {**constants["shared"], "l2_limit_bytes_per_cycle": limit}}
+        with virtual_npu.run(mode="timing", cores=20, constants=slow) as recording:
+            attention_fwd(x, x, x)
+        times.append(recording.cycles)
+    traffic = recording.kernels[0].report["offered_l2_bytes_per_cycle"]
+    assert times[1] > 2 * times[0] * min(1.0, traffic / 20.0) > times[0]

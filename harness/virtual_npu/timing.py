@@ -1036,7 +1036,10 @@ def time_launch(
     if trace is not None:
         traced = Timer(program, timer.costs, TracingLowering)
         trace.append((program, traced.run(chosen, blocks, per_core, stretch, _Factors(factors, stretch))))
-    cycles = timed.cycles + constants["launch"]["kernel_cycles"]
+    # Contention stretches each transfer; however well a kernel hides that, L2 gives no more than its limit.
+    least = (traffic["read"] + traffic["write"]) * active / shared["l2_limit_bytes_per_cycle"]
+    bound = max(timed.cycles, least) if state.options.get("contention", True) else timed.cycles
+    cycles = bound + constants["launch"]["kernel_cycles"]
     report = _report(timed, program, state)
     report.update(
         {
