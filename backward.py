@@ -629,6 +629,7 @@ def attention_bwd_kernel_pipeline(
     STEPS: tl.constexpr = N // BQ * (N // BQ + 1) // 2 if CAUSAL else N // BQ * (N // KQ)
     TILES: tl.constexpr = 0 if MIX == 0 else (MOST if MOST < STEPS else STEPS // 2 * 2)
     DONE: tl.constexpr = TILES // (KG // BT) * BT
+    TAIL: tl.constexpr = KP if MIX == 0 else KP // MIX
     pid = tl.program_id(0)
     first = pid * HEADS // tl.num_programs(0)
     last = (pid + 1) * HEADS // tl.num_programs(0)
@@ -795,7 +796,7 @@ def attention_bwd_kernel_pipeline(
             R,
             D,
         )
-    # The key gradients of the last group.
+    # The key gradients of the last group, summed in the same order as those of the steps.
     if TILES == 0:
         _sync_wait("vector", "cube", 1)
     _sync_wait("vector", "cube", 3)
@@ -809,19 +810,17 @@ def attention_bwd_kernel_pipeline(
     low = 0
     if CAUSAL:
         low = end1 // BQ * BQ
-    # Steps as long as those of a head that is not the last one, for the same bits on any number of cores.
-    KE: tl.constexpr = KP // MIX if MIX > 0 else KP
     for _ in range(0, live):
         b_g = tl.zeros([KG, D], tl.float32)
-        for m in range(low, N, KE):
+        for m in range(low, N, TAIL):
             b_g = tl.dot(
-                tl.trans(tl.load(_tile(p1, KG, m, 0, KE, KG))), tl.load(_input(do1, N, stride_dn, m, KE, D)), b_g
+                tl.trans(tl.load(_tile(p1, KG, m, 0, TAIL, KG))), tl.load(_input(do1, N, stride_dn, m, TAIL, D)), b_g
             )
         tl.store(_tile(dv + h1.to(tl.int64) * N * D, D, end1, 0, KG, D), b_g.to(dv.type.element_ty))
         b_h = tl.zeros([KG, D], tl.float32)
-        for m in range(low, N, KE):
+        for m in range(low, N, TAIL):
             b_h = tl.dot(
-                tl.trans(tl.load(_tile(ds, N, m, end1, KE, KG))), tl.load(_input(q1, N, stride_qn, m, KE, D)), b_h
+                tl.trans(tl.load(_tile(ds, N, m, end1, TAIL, KG))), tl.load(_input(q1, N, stride_qn, m, TAIL, D)), b_h
             )
         tl.store(_tile(part1, D, 0, 0, KG, D), b_h)
     _sync_set("cube", "vector", 2)

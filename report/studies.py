@@ -194,8 +194,8 @@ def roofline(records: Records) -> str:
     if beyond:
         text += (
             f"\n\nIn {', '.join(beyond)} the kernel's own traffic at the fitted rate of L2 takes longer than the "
-            "predicted time. The model stretches transfers by that rate and takes only the documented 7 TB/s as a hard limit: if "
-            "the fitted rate is one too, the prediction is too low by at least that much."
+            "predicted time. The model stretches transfers by that rate and takes only the documented 7 TB/s as a "
+            "hard limit: if the fitted rate is one too, the prediction is too low by at least that much."
         )
     return "\n\n".join(
         [

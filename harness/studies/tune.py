@@ -97,7 +97,7 @@ def _pipeline_choices(shape: Shape) -> list[list[Settings]]:
     ]
     return [
         tiles,
-        [{"KG": kg, "R": r} for kg in (512, 1024, 2048, 4096) for r in (4, 8, 16, 32, 64)],
+        [{"KG": kg, "R": r} for kg in (512, 1024, 2048, 4096) for r in ((32, 64) if shape.causal else (4, 8, 16, 32))],
         [{"RO": ro} for ro in (32, 64, 128, 256)],
         [{"RQ": rq} for rq in (64, 128)],
         [{"U": u, "MB": mb} for u in (1, 2) for mb in (0, 1)],
