@@ -341,24 +341,27 @@ def _gradient_rows(dprobs, probs, ds, delta, r, N: tl.constexpr, KG: tl.constexp
 
 
 @triton.jit
-def _products(
-    a, b, out, row, DONE: tl.constexpr, MI: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, D: tl.constexpr
-):
-    """A B^T, [MI, KG] without its first DONE rows, to rows of a scratch from `row` on."""
+def _products(a, b, out, row: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, D: tl.constexpr):
+    """A B^T, [MI, BT], to rows of a scratch from `row` on; A as `_packed` loads it."""
+    F: tl.constexpr = MI // BT
     # Two results live in L0C at once: one is drained while the other is computed.
-    if KG == BT:
-        for r in range(DONE, MI, 2 * BT):
-            b_x = tl.dot(_slice(a, (r, 0), (BT, D), (1, 1)), tl.trans(b))
-            b_y = tl.dot(_slice(a, (r + BT, 0), (BT, D), (1, 1)), tl.trans(b))
-            tl.store(_tile(out, KG, row + r, 0, BT, BT), b_x)
-            tl.store(_tile(out, KG, row + r + BT, 0, BT, BT), b_y)
-    else:
-        for r in range(DONE, MI, BT):
-            b_a = _slice(a, (r, 0), (BT, D), (1, 1))
-            b_x = tl.dot(b_a, tl.trans(_slice(b, (0, 0), (BT, D), (1, 1))))
-            b_y = tl.dot(b_a, tl.trans(_slice(b, (BT, 0), (BT, D), (1, 1))))
-            tl.store(_tile(out, KG, row + r, 0, BT, BT), b_x)
-            tl.store(_tile(out, KG, row + r, BT, BT, BT), b_y)
+    for f in range(0, F // 2 * 2, 2):
+        b_x = tl.dot(_slice(a, (0, f * D), (BT, D), (1, 1)), tl.trans(b))
+        b_y = tl.dot(_slice(a, (0, f * D + D), (BT, D), (1, 1)), tl.trans(b))
+        tl.store(_tile(out, F * BT, row // F, f * BT, BT, BT), b_x)
+        tl.store(_tile(out, F * BT, row // F, f * BT + BT, BT, BT), b_y)
+    if F % 2:
+        b_z = tl.dot(_slice(a, (0, F * D - D), (BT, D), (1, 1)), tl.trans(b))
+        tl.store(_tile(out, F * BT, row // F, F * BT - BT, BT, BT), b_z)
+
+
+@triton.jit
+def _packed(base, N: tl.constexpr, row: tl.constexpr, MOST: tl.constexpr, BT: tl.constexpr, D: tl.constexpr):
+    """Block pointer to MOST rows of one head of an input from `row` on, or those that are left,
+    as a tile [BT, F D] whose column block f has rows f, f + F, ...: of a tile in L1 only columns
+    can be cut, since the matrix unit's loads take their pitch from the slice."""
+    F: tl.constexpr = (MOST if row + MOST <= N else N - row) // BT
+    return tl.make_block_ptr(base, (N // F, F * D), (F * D, 1), (row // F, 0), (BT, F * D), (1, 0))
 
 
 @triton.jit
@@ -369,83 +372,65 @@ def _left(base, N: tl.constexpr, stride, row: tl.constexpr, MOST: tl.constexpr, 
 
 
 @triton.jit
+def _piece(base, COLS: tl.constexpr, N: tl.constexpr, row: tl.constexpr, MOST: tl.constexpr, BC: tl.constexpr):
+    """Block pointer to rows of a scratch [N, COLS] from `row` on: MOST, or those that are left."""
+    SIZE: tl.constexpr = MOST if row + MOST <= N else N - row
+    return _tile(base, COLS, row, 0, SIZE, BC)
+
+
+@triton.jit
 def _score_phase(
-    b_a, b_b, a, stride_a, out, p_a0, p_a1, p_x0, p_n0, p_n1,
-    EVENT: tl.constexpr, LOW: tl.constexpr, DONE: tl.constexpr, EARLY: tl.constexpr, N: tl.constexpr, MI: tl.constexpr,
-    KG: tl.constexpr, BT: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
+    b_a, b_b, a, out, p_a0, p_a1, p_x0,
+    EVENT: tl.constexpr, LOW: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr,
+    AHEAD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A B^T for the queries from LOW on, in pieces of MI rows, each followed by an event; the
-    first piece is loaded, and its first DONE rows are computed, already. Loads the next phase's
-    first tiles meanwhile."""
+    first piece is loaded already. Loads the next phase's first tiles meanwhile."""
     b_a0 = b_a
     b_a1 = b_a
     b_x0 = b_a
-    b_n0 = b_a
-    b_n1 = b_a
     for row in tl.static_range(LOW, N, MI):
         if row + MI < N:
-            b_n = tl.load(_left(a, N, stride_a, row + MI, MI, D))
+            b_n = tl.load(_packed(a, N, row + MI, MI, BT, D))
         else:
             b_n = b_a
             b_a0 = tl.load(p_a0)
             b_x0 = tl.load(p_x0)
             if AHEAD == 2:
                 b_a1 = tl.load(p_a1)
-            if EARLY:
-                b_n0 = tl.load(p_n0)
-                b_n1 = tl.load(p_n1)
-        _products(b_a, b_b, out, row, DONE if row == LOW else 0, MI if row + MI <= N else N - row, KG, BT, D)
+        _products(b_a, b_b, out, row, MI if row + MI <= N else N - row, BT, D)
         _sync_set("cube", "vector", EVENT)
         b_a = b_n
-    return b_a0, b_a1, b_x0, b_n0, b_n1
-
-
-@triton.jit
-def _mixed_tile(
-    b_sa, b_sb, out, row, TILE: tl.constexpr, TILES: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, D: tl.constexpr
-):
-    """One tile of the next scores, drained while the gradients are multiplied."""
-    if TILE < TILES:
-        R: tl.constexpr = TILE // (KG // BT) * BT
-        C: tl.constexpr = TILE % (KG // BT) * BT
-        b_s = tl.dot(_slice(b_sa, (R, 0), (BT, D), (1, 1)), tl.trans(_slice(b_sb, (C, 0), (BT, D), (1, 1))))
-        tl.store(_tile(out, KG, row + R, C, BT, BT), b_s)
+    return b_a0, b_a1, b_x0
 
 
 @triton.jit
 def _gradient_phase(
-    b_a, b_a1, b_x, a, x, stride_x, b_n0, b_n1, p_n0, p_n1, out, next_row,
-    NEXT: tl.constexpr, TILES: tl.constexpr, MIX: tl.constexpr, LOW: tl.constexpr, PITCH: tl.constexpr,
-    N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, KP: tl.constexpr, XP: tl.constexpr, AHEAD: tl.constexpr,
-    D: tl.constexpr,
+    b_a, b_a1, b_x, a, x, stride_x, p_n0, p_n1,
+    NEXT: tl.constexpr, LOW: tl.constexpr, PITCH: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, KP: tl.constexpr,
+    AHEAD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A^T X over the queries from LOW on, [KG, D], in pieces of KP rows; the first tiles are
-    loaded already. Loads the next phase's first tiles meanwhile, or, with TILES, computes that
-    many tiles of its scores."""
-    PARTS: tl.constexpr = MIX if TILES > 0 else 1
+    loaded already. Loads the next phase's first tiles meanwhile."""
+    b_n0 = b_a
+    b_n1 = b_a
     for row in tl.static_range(LOW, N, KP):
         b_m = b_x
         if row + KP < N:
-            if (row + KP - LOW) % XP == 0:
-                b_m = tl.load(_left(x, N, stride_x, row + KP, XP, D))
+            b_m = tl.load(_left(x, N, stride_x, row + KP, KP, D))
         b_a2 = b_a
         if AHEAD == 2:
             if row + 2 * KP < N:
-                b_a2 = tl.load(_tile(a, PITCH, row + 2 * KP, 0, KP, KG))
+                b_a2 = tl.load(_piece(a, PITCH, N, row + 2 * KP, KP, KG))
         elif row + KP < N:
-            b_a1 = tl.load(_tile(a, PITCH, row + KP, 0, KP, KG))
+            b_a1 = tl.load(_piece(a, PITCH, N, row + KP, KP, KG))
         if NEXT and row + KP >= N:
             b_n0 = tl.load(p_n0)
             b_n1 = tl.load(p_n1)
-        for part in tl.static_range(0, PARTS):
-            if TILES > 0:
-                _mixed_tile(b_n0, b_n1, out, next_row, (row - LOW) // KP * PARTS + part, TILES, KG, BT, D)
-            b_ap = _slice(b_a, (part * (KP // PARTS), 0), (KP // PARTS, KG), (1, 1))
-            b_xp = _slice(b_x, ((row - LOW) % XP + part * (KP // PARTS), 0), (KP // PARTS, D), (1, 1))
-            if row == LOW and part == 0:
-                b_g = tl.dot(tl.trans(b_ap), b_xp)
-            else:
-                b_g = tl.dot(tl.trans(b_ap), b_xp, b_g)
+        if row == LOW:
+            b_g = tl.dot(tl.trans(b_a), b_x)
+        else:
+            b_g = tl.dot(tl.trans(b_a), b_x, b_g)
         b_a = b_a1
         b_a1 = b_a2
         b_x = b_m
@@ -454,59 +439,38 @@ def _gradient_phase(
 
 @triton.jit
 def _cube_step(
-    b_qa, b_k, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
-    stride_qn, stride_kn, stride_vn, stride_dn, p_n0, p_n1, g, g1,
-    FROM: tl.constexpr, NEXT: tl.constexpr, LOW: tl.constexpr, LOW1: tl.constexpr, LOW2: tl.constexpr,
-    LOW3: tl.constexpr, TILES0: tl.constexpr, MIX: tl.constexpr, N: tl.constexpr, KG: tl.constexpr,
-    BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr,
-    XP: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
+    b_qa, b_k, q0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
+    stride_qn, stride_vn, stride_dn, p_n0, p_n1, g, g1,
+    NEXT: tl.constexpr, LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, KG: tl.constexpr,
+    BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The cube's work on group g of the keys: its scores, and the key gradients of the group
-    before, g1 (q1, do1, dv1: of that group's head). LOW, LOW1, LOW2: first query that sees this
-    group, the one before, the next one. p_n0 and p_n1: tiles for what comes next; NEXT: 0
-    nothing, 1 load them, 2 begin the next group's scores with them. FROM: the last step did so,
-    between the pieces of queries from LOW3 on; TILES0: else so many tiles of scores are done."""
+    before, g1 (q1, do1, dv1: of that group's head). LOW, LOW1: first query that sees this group,
+    and the one before. p_n0 and p_n1: tiles for what comes next, loaded and returned if NEXT."""
     SECOND: tl.constexpr = LOW1 + KP if LOW1 + KP < N else LOW1
-    ACROSS: tl.constexpr = KG // BT
-    # Tiles of scores that fit between the pieces of a gradient: whole rows of them.
-    MIXED: tl.constexpr = MIX * ((N - LOW1) // KP) // ACROSS * ACROSS
-    MIXED0: tl.constexpr = MIX * ((N - LOW3) // KP) // ACROSS * ACROSS
-    FIRST: tl.constexpr = (MI if LOW + MI <= N else N - LOW) // BT * ACROSS
-    FIRST2: tl.constexpr = (MI if LOW2 + MI <= N else N - LOW2) // BT * ACROSS
-    TILES: tl.constexpr = MIXED if MIXED < FIRST else FIRST
-    TILES2: tl.constexpr = (MIXED if MIXED < FIRST2 else FIRST2) if NEXT == 2 else 0
-    DONE: tl.constexpr = (MIXED0 if MIXED0 < FIRST else FIRST) // ACROSS * BT if FROM else TILES0 // ACROSS * BT
     p_p = probs + g1 % 2 * N * KG
     p_ds = ds + g1 * KG
-    if DONE == 0:
-        _sync_wait("vector", "cube", 1)
-    b_a0, b_a1, b_x0, b_da, b_v = _score_phase(
-        b_qa, b_k, q0, stride_qn, scores,
-        _tile(p_p, KG, LOW1, 0, KP, KG), _tile(p_p, KG, SECOND, 0, KP, KG), _left(do1, N, stride_dn, LOW1, XP, D),
-        _left(do0, N, stride_dn, LOW, MI, D), _input(v0, N, stride_vn, g * KG, KG, D),
-        0, LOW, DONE, TILES > 0, N, MI, KG, BT, AHEAD, D,
+    _sync_wait("vector", "cube", 1)
+    b_a0, b_a1, b_x0 = _score_phase(
+        b_qa, b_k, q0, scores,
+        _piece(p_p, KG, N, LOW1, KP, KG), _piece(p_p, KG, N, SECOND, KP, KG), _left(do1, N, stride_dn, LOW1, KP, D),
+        0, LOW, N, MI, BT, AHEAD, D,
     )  # fmt: skip
-    if TILES > 0:
-        _sync_wait("vector", "cube", 3)
     b_g, b_da, b_v = _gradient_phase(
-        b_a0, b_a1, b_x0, p_p, do1, stride_dn, b_da, b_v,
-        _left(do0, N, stride_dn, LOW, MI, D), _input(v0, N, stride_vn, g * KG, KG, D), dprobs, LOW,
-        TILES == 0, TILES, MIX, LOW1, KG, N, KG, BT, KP, XP, AHEAD, D,
+        b_a0, b_a1, b_x0, p_p, do1, stride_dn,
+        _packed(do0, N, LOW, MI, BT, D), _input(v0, N, stride_vn, g * KG, KG, D),
+        True, LOW1, KG, N, KG, KP, AHEAD, D,
     )  # fmt: skip
     tl.store(_tile(dv1, D, g1 * KG, 0, KG, D), b_g.to(dv1.type.element_ty))
-    if TILES == 0:
-        _sync_wait("vector", "cube", 3)
-    b_a0, b_a1, b_x0, b_n0, b_n1 = _score_phase(
-        b_da, b_v, do0, stride_dn, dprobs,
-        _tile(p_ds, N, LOW1, 0, KP, KG), _tile(p_ds, N, SECOND, 0, KP, KG), _left(q1, N, stride_qn, LOW1, XP, D),
-        p_n0, p_n1, 4, LOW, TILES // ACROSS * BT, TILES2 > 0, N, MI, KG, BT, AHEAD, D,
+    _sync_wait("vector", "cube", 3)
+    b_a0, b_a1, b_x0 = _score_phase(
+        b_da, b_v, do0, dprobs,
+        _piece(p_ds, N, N, LOW1, KP, KG), _piece(p_ds, N, N, SECOND, KP, KG), _left(q1, N, stride_qn, LOW1, KP, D),
+        4, LOW, N, MI, BT, AHEAD, D,
     )  # fmt: skip
-    if TILES2 > 0:
-        _sync_wait("vector", "cube", 1)
     b_h, b_n0, b_n1 = _gradient_phase(
-        b_a0, b_a1, b_x0, p_ds, q1, stride_qn, b_n0, b_n1, p_n0, p_n1, scores, LOW2,
-        NEXT > 0 and TILES2 == 0, TILES2, MIX, LOW1, N, N, KG, BT, KP, XP, AHEAD, D,
-    )  # fmt: skip
+        b_a0, b_a1, b_x0, p_ds, q1, stride_qn, p_n0, p_n1, NEXT, LOW1, N, N, KG, KP, AHEAD, D
+    )
     tl.store(_tile(part + g1 % 2 * KG * D, D, 0, 0, KG, D), b_h)
     _sync_set("cube", "vector", 2)
     return b_n0, b_n1
@@ -529,13 +493,11 @@ def _keys(
 
 @triton.jit
 def _query_phase(
-    b_k0, b_k1, k, stride_k, ds, dq_part, b_sa, b_sb, scores, column: tl.constexpr,
-    TILES: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
-    KQ: tl.constexpr, DQ: tl.constexpr, D: tl.constexpr,
+    b_k0, b_k1, k, stride_k, ds, dq_part, column: tl.constexpr,
+    CAUSAL: tl.constexpr, N: tl.constexpr, BQ: tl.constexpr, KQ: tl.constexpr, DQ: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dS K of one head, DQ columns, in tiles of BQ queries and four steps of KQ keys. The first
-    two of the keys' tiles are loaded already. Computes TILES tiles of the next head's scores
-    meanwhile, one for each step."""
+    two of the keys' tiles are loaded already."""
     b_k2 = b_k0
     b_k3 = b_k0
     b_ds = tl.load(_tile(ds, N, 0, 0, BQ, KQ))
@@ -553,11 +515,6 @@ def _query_phase(
                 b_k2 = tl.load(_keys(k, stride_k, 2, column, N, KQ, DQ, D))
             if (m == 2 * BQ and n == 0) if CAUSAL else (m == 0 and n == KQ):
                 b_k3 = tl.load(_keys(k, stride_k, 3, column, N, KQ, DQ, D))
-            if TILES > 0:
-                _mixed_tile(
-                    b_sa, b_sb, scores, 0, n // KQ + (m // BQ * (m // BQ + 1) // 2 if CAUSAL else m // BQ * (N // KQ)),
-                    TILES, KG, BT, D,
-                )  # fmt: skip
             if n == 0:
                 b_dq = tl.dot(b_ds, b_k0)
             elif n == KQ:
@@ -599,8 +556,8 @@ def attention_bwd_kernel_pipeline(
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn,
     scale, H, HEADS,
     CAUSAL: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr,
-    XP: tl.constexpr, AHEAD: tl.constexpr, MIX: tl.constexpr, UNROLL: tl.constexpr, BQ: tl.constexpr,
-    KQ: tl.constexpr, DQ: tl.constexpr, R: tl.constexpr, RD: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
+    AHEAD: tl.constexpr, UNROLL: tl.constexpr, LB: tl.constexpr, BQ: tl.constexpr, KQ: tl.constexpr, DQ: tl.constexpr,
+    R: tl.constexpr, RD: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """All three gradients with cube and vector cores at work at once; whole heads to a program.
 
@@ -617,19 +574,11 @@ def attention_bwd_kernel_pipeline(
 
     No two k parts of a product may use the same half of L0 in turn, and a loop that loads drains
     at its end: phases are straight code, their loads stand a phase ahead (AHEAD: tiles of P or
-    dS), and only products of tiles that are on chip stand in loops. MIX: tiles of the next scores
-    between two pieces of a gradient, where L0C has room for both (D = 64): fixpipe drains them
-    meanwhile. UNROLL: items in one loop body; with a causal mask all, since each has a length of
-    its own. The first item of a program multiplies what it finds in scratch; the true dV and dK
-    are written over the result later.
+    dS), and only products of tiles that are on chip stand in loops. UNROLL: items in one loop
+    body; with a causal mask all, since each has a length of its own. The first item of a program
+    multiplies what it finds in scratch; the true dV and dK are written over the result later.
     """
     GROUPS: tl.constexpr = N // KG
-    # Tiles of the next head's scores that are computed between the steps of dq.
-    MOST: tl.constexpr = MI // BT * (KG // BT)
-    STEPS: tl.constexpr = N // BQ * (N // BQ + 1) // 2 if CAUSAL else N // BQ * (N // KQ)
-    TILES: tl.constexpr = 0 if MIX == 0 else (MOST if MOST < STEPS else STEPS // 2 * 2)
-    DONE: tl.constexpr = TILES // (KG // BT) * BT
-    TAIL: tl.constexpr = KP if MIX == 0 else KP // MIX
     pid = tl.program_id(0)
     first = pid * HEADS // tl.num_programs(0)
     last = (pid + 1) * HEADS // tl.num_programs(0)
@@ -640,15 +589,7 @@ def attention_bwd_kernel_pipeline(
     ds += pid * N * N
     part += pid * 2 * KG * D
     dq_part += pid * N * D
-    if TILES > 0:
-        if first < last:
-            qn = q + (first // H).to(tl.int64) * stride_qz + (first % H).to(tl.int64) * stride_qh
-            kn = k + (first // H).to(tl.int64) * stride_kz + (first % H).to(tl.int64) * stride_kh
-            b_qa = tl.load(_input(qn, N, stride_qn, 0, DONE, D))
-            b_k = tl.load(_input(kn, N, stride_kn, 0, KG, D))
-            _products(b_qa, b_k, scores, 0, 0, DONE, KG, BT, D)
-    else:
-        _sync_set("vector", "cube", 1)
+    _sync_set("vector", "cube", 1)
     _sync_set("vector", "cube", 3)
     if first < last:
         _delta_rows(
@@ -666,77 +607,57 @@ def attention_bwd_kernel_pipeline(
         dv1 = dv + h1.to(tl.int64) * N * D
         # The key gradients run one group behind: the first ones are those of the last head.
         if UNROLL == GROUPS:
-            b_qa = tl.load(_input(q0, N, stride_qn, 0, MI, D))
+            b_qa = tl.load(_packed(q0, N, 0, MI, BT, D))
             b_k = tl.load(_input(k0, N, stride_kn, 0, KG, D))
             b_qa, b_k = _cube_step(
-                b_qa, b_k, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
-                stride_qn, stride_kn, stride_vn, stride_dn,
-                _left(q0, N, stride_qn, KG // BQ * BQ if CAUSAL else 0, MI, D), _input(k0, N, stride_kn, KG, KG, D),
-                0, GROUPS - 1, False, 2,
-                0, (N - KG) // BQ * BQ if CAUSAL else 0, KG // BQ * BQ if CAUSAL else 0, 0,
-                TILES, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                b_qa, b_k, q0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
+                stride_qn, stride_vn, stride_dn,
+                _packed(q0, N, KG // LB * LB if CAUSAL else 0, MI, BT, D), _input(k0, N, stride_kn, KG, KG, D),
+                0, GROUPS - 1, True, 0, (N - KG) // LB * LB if CAUSAL else 0, N, KG, BT, MI, KP, AHEAD, D,
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS - 1):
                 b_qa, b_k = _cube_step(
-                    b_qa, b_k, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
-                    stride_qn, stride_kn, stride_vn, stride_dn,
-                    _left(q0, N, stride_qn, (g + 1) * KG // BQ * BQ if CAUSAL else 0, MI, D),
+                    b_qa, b_k, q0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
+                    stride_qn, stride_vn, stride_dn,
+                    _packed(q0, N, (g + 1) * KG // LB * LB if CAUSAL else 0, MI, BT, D),
                     _input(k0, N, stride_kn, (g + 1) * KG, KG, D),
-                    g, g - 1, True, 2,
-                    g * KG // BQ * BQ if CAUSAL else 0, (g - 1) * KG // BQ * BQ if CAUSAL else 0,
-                    (g + 1) * KG // BQ * BQ if CAUSAL else 0,
-                    (g + GROUPS - 2) % GROUPS * KG // BQ * BQ if CAUSAL else 0,
-                    0, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                    g, g - 1, True, g * KG // LB * LB if CAUSAL else 0, (g - 1) * KG // LB * LB if CAUSAL else 0,
+                    N, KG, BT, MI, KP, AHEAD, D,
                 )  # fmt: skip
             b_k0, b_k1 = _cube_step(
-                b_qa, b_k, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
-                stride_qn, stride_kn, stride_vn, stride_dn,
+                b_qa, b_k, q0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
+                stride_qn, stride_vn, stride_dn,
                 _keys(k0, stride_kn, 0, 0, N, KQ, DQ, D), _keys(k0, stride_kn, 1, 0, N, KQ, DQ, D),
-                GROUPS - 1, GROUPS - 2, True, 1,
-                (N - KG) // BQ * BQ if CAUSAL else 0, (N - 2 * KG) // BQ * BQ if CAUSAL else 0, 0,
-                (N - 3 * KG) // BQ * BQ if CAUSAL else 0,
-                0, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                GROUPS - 1, GROUPS - 2, True,
+                (N - KG) // LB * LB if CAUSAL else 0, (N - 2 * KG) // LB * LB if CAUSAL else 0,
+                N, KG, BT, MI, KP, AHEAD, D,
             )  # fmt: skip
         else:
             for u in range(0, GROUPS, 2):
                 hu = tl.where(u == 0, h1, h)
                 qu = q + (hu // H).to(tl.int64) * stride_qz + (hu % H).to(tl.int64) * stride_qh
                 dou = dout + (hu // H).to(tl.int64) * stride_dz + (hu % H).to(tl.int64) * stride_dh
-                b_qa = tl.load(_input(q0, N, stride_qn, 0, MI, D))
+                b_qa = tl.load(_packed(q0, N, 0, MI, BT, D))
                 b_k = tl.load(_input(k0, N, stride_kn, u * KG, KG, D))
                 b_qa, b_k = _cube_step(
-                    b_qa, b_k, q0, k0, v0, do0, qu, dou, dv + hu.to(tl.int64) * N * D, scores, dprobs, probs, ds, part,
-                    stride_qn, stride_kn, stride_vn, stride_dn,
-                    _input(q0, N, stride_qn, 0, MI, D), _input(k0, N, stride_kn, (u + 1) * KG, KG, D),
-                    u, (u + GROUPS - 1) % GROUPS, False, 2, 0, 0, 0, 0, TILES, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                    b_qa, b_k, q0, v0, do0, qu, dou, dv + hu.to(tl.int64) * N * D, scores, dprobs, probs, ds, part,
+                    stride_qn, stride_vn, stride_dn,
+                    _packed(q0, N, 0, MI, BT, D), _input(k0, N, stride_kn, (u + 1) * KG, KG, D),
+                    u, (u + GROUPS - 1) % GROUPS, True, 0, 0, N, KG, BT, MI, KP, AHEAD, D,
                 )  # fmt: skip
-                b_qa, b_k = _cube_step(
-                    b_qa, b_k, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
-                    stride_qn, stride_kn, stride_vn, stride_dn,
-                    _input(q0, N, stride_qn, 0, MI, D), _input(k0, N, stride_kn, u * KG, KG, D),
-                    u + 1, u, True, 0, 0, 0, 0, 0, 0, MIX, N, KG, BT, MI, KP, XP, AHEAD, D,
+                _cube_step(
+                    b_qa, b_k, q0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
+                    stride_qn, stride_vn, stride_dn,
+                    _packed(q0, N, 0, MI, BT, D), _input(k0, N, stride_kn, u * KG, KG, D),
+                    u + 1, u, False, 0, 0, N, KG, BT, MI, KP, AHEAD, D,
                 )  # fmt: skip
             b_k0 = tl.load(_keys(k0, stride_kn, 0, 0, N, KQ, DQ, D))
             b_k1 = tl.load(_keys(k0, stride_kn, 1, 0, N, KQ, DQ, D))
-        if TILES > 0:
-            hn = tl.minimum(h + 1, last - 1)
-            qn = q + (hn // H).to(tl.int64) * stride_qz + (hn % H).to(tl.int64) * stride_qh
-            kn = k + (hn // H).to(tl.int64) * stride_kz + (hn % H).to(tl.int64) * stride_kh
-            b_qa = tl.load(_input(qn, N, stride_qn, 0, MI, D))
-            b_k = tl.load(_input(kn, N, stride_kn, 0, KG, D))
-            _sync_wait("vector", "cube", 1)
-        else:
-            b_qa = b_k0
-            b_k = b_k0
-        _query_phase(
-            b_k0, b_k1, k0, stride_kn, ds, dq_part, b_qa, b_k, scores, 0, TILES, CAUSAL, N, KG, BT, BQ, KQ, DQ, D
-        )
+        _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, DQ, D)
         for d in tl.static_range(DQ, D, DQ):
             b_k0 = tl.load(_keys(k0, stride_kn, 0, d, N, KQ, DQ, D))
             b_k1 = tl.load(_keys(k0, stride_kn, 1, d, N, KQ, DQ, D))
-            _query_phase(
-                b_k0, b_k1, k0, stride_kn, ds, dq_part, b_qa, b_k, scores, d, 0, CAUSAL, N, KG, BT, BQ, KQ, DQ, D
-            )
+            _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, d, CAUSAL, N, BQ, KQ, DQ, D)
         _sync_set("cube", "vector", 6)
 
         lse0 = lse + h.to(tl.int64) * N
@@ -744,7 +665,7 @@ def attention_bwd_kernel_pipeline(
             p0 = probs + g % 2 * N * KG
             low = 0
             if CAUSAL:
-                low = g * KG // BQ * BQ
+                low = g * KG // LB * LB
             pieces = (N - low + MI - 1) // MI
             o_n = (g * KG + tl.arange(0, KG)).to(tl.float32)
             for c in range(0, pieces):
@@ -752,7 +673,7 @@ def attention_bwd_kernel_pipeline(
                 start = low + c * MI
                 stop = tl.minimum(start + MI, N)
                 if CAUSAL:
-                    diagonal = BQ * (c == 0).to(tl.int32)
+                    diagonal = LB * (c == 0).to(tl.int32)
                     for r in range(start, start + diagonal, RD):
                         _probability_rows(scores, p0, lse0, o_n, scale, r, True, KG, RD)
                     start += diagonal
@@ -797,8 +718,7 @@ def attention_bwd_kernel_pipeline(
             D,
         )
     # The key gradients of the last group, summed in the same order as those of the steps.
-    if TILES == 0:
-        _sync_wait("vector", "cube", 1)
+    _sync_wait("vector", "cube", 1)
     _sync_wait("vector", "cube", 3)
     live = tl.minimum(last - first, 1)
     h1 = last - 1
@@ -809,18 +729,20 @@ def attention_bwd_kernel_pipeline(
     part1 = part + (GROUPS - 1) % 2 * KG * D
     low = 0
     if CAUSAL:
-        low = end1 // BQ * BQ
+        low = end1 // LB * LB
+    LAST: tl.constexpr = N - (N - KG) // LB * LB if CAUSAL else N
+    KE: tl.constexpr = KP if KP < LAST else LAST
     for _ in range(0, live):
         b_g = tl.zeros([KG, D], tl.float32)
-        for m in range(low, N, TAIL):
+        for m in range(low, N, KE):
             b_g = tl.dot(
-                tl.trans(tl.load(_tile(p1, KG, m, 0, TAIL, KG))), tl.load(_input(do1, N, stride_dn, m, TAIL, D)), b_g
+                tl.trans(tl.load(_tile(p1, KG, m, 0, KE, KG))), tl.load(_input(do1, N, stride_dn, m, KE, D)), b_g
             )
         tl.store(_tile(dv + h1.to(tl.int64) * N * D, D, end1, 0, KG, D), b_g.to(dv.type.element_ty))
         b_h = tl.zeros([KG, D], tl.float32)
-        for m in range(low, N, TAIL):
+        for m in range(low, N, KE):
             b_h = tl.dot(
-                tl.trans(tl.load(_tile(ds, N, m, end1, TAIL, KG))), tl.load(_input(q1, N, stride_qn, m, TAIL, D)), b_h
+                tl.trans(tl.load(_tile(ds, N, m, end1, KE, KG))), tl.load(_input(q1, N, stride_qn, m, KE, D)), b_h
             )
         tl.store(_tile(part1, D, 0, 0, KG, D), b_h)
     _sync_set("cube", "vector", 2)
@@ -1032,17 +954,22 @@ def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, 
     return _TILES_DKDV[width], _TILES_DQ[width]
 
 
-# The pipeline's constexprs by head dimension and causal: groups of KG keys, scores in tiles of
-# BT x BT, dq in tiles of BQ rows, vector work in chunks of R rows, results in chunks of RO rows.
-_KEYS_256 = {"KG": 256, "BT": 128, "BQ": 256, "KQ": 256, "R": 64, "RD": 64, "RO": 64}
-_PIPELINES = {
-    (64, False): _KEYS_256 | {"MI": 512, "KP": 256, "XP": 512, "AHEAD": 1, "MIX": 2, "UNROLL": 4, "DQ": 64},
-    (64, True): _KEYS_256 | {"MI": 512, "KP": 256, "XP": 512, "AHEAD": 1, "MIX": 0, "UNROLL": 4, "DQ": 64},
-    (128, False): _KEYS_256 | {"MI": 512, "KP": 256, "XP": 256, "AHEAD": 2, "MIX": 0, "UNROLL": 4, "DQ": 128},
-    (128, True): _KEYS_256 | {"MI": 256, "KP": 256, "XP": 256, "AHEAD": 1, "MIX": 0, "UNROLL": 4, "DQ": 128},
-    (256, False): _KEYS_256
-    | {"KG": 128, "MI": 256, "KP": 256, "XP": 256, "AHEAD": 1, "MIX": 0, "UNROLL": 2, "DQ": 128},
-    (256, True): _KEYS_256 | {"KG": 128, "MI": 256, "KP": 256, "XP": 256, "AHEAD": 1, "MIX": 0, "UNROLL": 8, "DQ": 128},
+# The pipeline's settings by head dimension and causal: groups of KG keys, scores in tiles of
+# BT x KG out of pieces of MI queries, key gradients in pieces of KP queries, loaded AHEAD pieces
+# ahead, UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
+# in tiles of BQ queries and KQ keys, DQ columns at a time; vector work in chunks of R rows (RD on
+# the diagonal), results in chunks of RO rows. MI / BT divides the first query of each piece.
+_SETTINGS = ("MI", "KP", "AHEAD", "BQ", "KQ", "DQ", "UNROLL")
+_PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
+    case: dict(zip(_SETTINGS, values, strict=True)) | {"KG": 128, "BT": 128, "LB": 128, "R": 64, "RD": 64, "RO": 64}
+    for case, values in {
+        (64, False): (512, 512, 1, 256, 256, 64, 2),
+        (64, True): (256, 512, 1, 256, 256, 64, 8),
+        (128, False): (512, 256, 2, 256, 256, 128, 2),
+        (128, True): (256, 256, 1, 256, 256, 128, 8),
+        (256, False): (256, 256, 1, 256, 256, 128, 2),
+        (256, True): (256, 256, 1, 256, 256, 128, 8),
+    }.items()
 }
 _PIPELINE_LENGTHS = (1024,)
 _PIPELINE_OPTIONS = {
@@ -1090,9 +1017,14 @@ def scratch_bytes(Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool, sm_sc
 def _backward_pipeline(dout, q, k, v, out, lse, causal, scale, cores):
     """Launch of the pipeline; its scratch depends on the cores only."""
     z, h, n, d = q.shape
+    # Several rows are loaded as one of L1, so they must have no gaps.
+    q, dout = (x if x.stride(2) == d else x.contiguous() for x in (q, dout))
     dq, dk, dv = (torch.empty((z, h, n, d), dtype=q.dtype, device=q.device) for _ in range(3))
+    # dq reads whole blocks of dS on the diagonal, of which tiles above it are never written.
     scratch = [
-        torch.empty(elements, dtype=q.dtype if name in ("probs", "ds") else torch.float32, device=q.device)
+        (torch.zeros if name == "ds" and causal else torch.empty)(
+            elements, dtype=q.dtype if name in ("probs", "ds") else torch.float32, device=q.device
+        )
         for name, elements in pipeline_scratch(n, d, causal, cores).items()
     ]
     attention_bwd_kernel_pipeline[(cores,)](

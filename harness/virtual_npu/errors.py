@@ -23,6 +23,10 @@ class OutOfBoundsError(VirtualNPUError):
     """An access outside of the tensor's storage or of an on-chip memory."""
 
 
+class TilePitchError(VirtualNPUError):
+    """The matrix unit would load a slice of an L1 tile with the pitch of the slice, not of the tile."""
+
+
 class UninitialisedReadError(VirtualNPUError):
     """Bytes were read that nobody wrote."""
 

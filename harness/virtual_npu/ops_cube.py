@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import OutOfBoundsError, UnknownOpError
+from .errors import OutOfBoundsError, TilePitchError, UnknownOpError
 from .hardware import L0_BYTES
 from .hivm import MemRef, Op, Value
 from .memory import DTYPES, View
@@ -26,6 +26,13 @@ def matrix(view: View, rows: int, cols: int, *, transposed: bool) -> np.ndarray:
     if transposed:
         return matrix(view, cols, rows, transposed=False).T
     c1, r1, r0, c0 = view.shape
+    if c1 > 1 and view.strides[0] != r1 * r0 * c0:
+        # The macro computes the pitch of its L1 loads from sizes[1] * sizes[2], not from the strides
+        # (AscendNPU-IR, lib/Template/lib/Cube/LocalMmad.cpp, load_l1_to_l0a and load_l1_to_l0b).
+        raise TilePitchError(
+            f"{view.describe()}: rows of a larger tile, which the matrix unit would load with the wrong pitch; "
+            "slice columns only, or load the rows by themselves"
+        )
     if rows > r1 * r0 or cols > c1 * c0:
         raise OutOfBoundsError(f"a {rows}x{cols} matrix in {view.describe()}")
     blocks = -(-cols // c0)
