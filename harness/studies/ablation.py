@@ -229,7 +229,7 @@ TECHNIQUES = (
         "backward",
         "chunks of rows that fill the buffer",
         "vector work in chunks of 32 rows",
-        "_PIPELINES = ",
+        "_PIPELINES: dict",
         settings={"_PIPELINES": {"R": 32, "RD": 32}},
         needs="def get_path_bwd(",
     ),
