@@ -23,9 +23,9 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  RELEASE=1.1.0|1.2.0 (compiler), JOBS=N (cases at a time), ARGS='...' (see python -m scoring --help)"
 	@echo "  RESUME=1 goes on with a check or score that was ended before its last case"
-	@echo "  DEVICE=npu|virtual in the environment chooses the device"
+	@echo "  DEVICE=npu|cuda|virtual in the environment chooses the device"
 
-setup: ## .venv with pinned packages and both compilers; NPU=1 keeps the machine's torch, torch_npu, triton-ascend
+setup: ## .venv with pinned packages and both compilers; NPU=1 keeps the machine's torch, torch_npu and triton (on a GPU too)
 ifeq ($(NPU),1)
 	test -x $(PY) || $(PYTHON) -m venv --system-site-packages .venv
 	$(PIP) install --quiet pip==$(PIP_VERSION)
