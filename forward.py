@@ -221,7 +221,7 @@ def _scale_rows(q_head, scaled, scale, row, stride_n, N, BM: tl.constexpr, D: tl
 
 
 @triton.jit
-def _columns(tile, column: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _columns(tile, column, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Columns of a tile in L1. Only columns: the matrix unit's loads take the pitch of a
     fractal column from the tile's size, which a slice of rows would falsify."""
     if ASCEND:
@@ -321,10 +321,10 @@ def attention_fwd_kernel_pipeline(
     scale, H, TILES, N,
     CAUSAL: tl.constexpr, GROUPS: tl.constexpr, FOLD: tl.constexpr, PARTIALS: tl.constexpr,
     HALVES: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, F: tl.constexpr,
-    U: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, RQ: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
+    U: tl.constexpr, WP: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, RQ: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Forward with cube and vector cores on different items; q, k, v have rows without gaps,
-    N is a multiple of BM and of W, and without a mask of KG.
+    N is a multiple of BM and, causal, of WP, or else of KG.
 
     An item is a block of BM = HALVES * BH query rows against a group of at most KG keys. In step i
       cube    scores(i) = Q K^T to scratch, event 0; waits for event 1; P V of item i - 1, event 2
@@ -350,7 +350,7 @@ def attention_fwd_kernel_pipeline(
     Each program takes a run of query blocks, of equal length to one block; GROUPS says
     that a block can have more than one group.
 
-    A causal item ends with the last keys that its rows see (rounded up to W); `bias` [2, 2 R, 2 R]
+    A causal item ends with the last keys that its rows see (rounded up to WP); `bias` [2, 2 R, 2 R]
     hides what is above the diagonal, or nothing.
     """
     BM: tl.constexpr = HALVES * BH
@@ -405,7 +405,7 @@ def attention_fwd_kernel_pipeline(
                     b_q = tl.load(_packed(q_head, N, row, BH, HALVES, D))  # [BH, HALVES D]
                 keys = KG
                 if CAUSAL:
-                    keys = tl.minimum(KG, (row + BM + W - 1) // W * W - i_g * KG)
+                    keys = tl.minimum(KG, (row + BM + WP - 1) // WP * WP - i_g * KG)
                 # Two results live in L0C at once: one is drained while the other is computed.
                 for n in range(0, keys, W):
                     if HALVES == 1:
@@ -469,8 +469,8 @@ def attention_fwd_kernel_pipeline(
                 b_pv = tl.zeros([BM, D], tl.float32)
                 keys0 = KG
                 if CAUSAL:
-                    keys0 = tl.minimum(KG, (row0 + BM + W - 1) // W * W - i_g0 * KG)
-                for n in range(0, keys0, W * U):
+                    keys0 = tl.minimum(KG, (row0 + BM + WP - 1) // WP * WP - i_g0 * KG)
+                for n in range(0, keys0, WP if CAUSAL else W * U):
                     for u in tl.static_range(U):
                         if CAUSAL and HALVES == 1:
                             # V's first part before P: it is free one product earlier.
@@ -480,6 +480,12 @@ def attention_fwd_kernel_pipeline(
                             b_v1 = tl.load(tl.advance(p_v, (BN, 0)))
                             b_pv = tl.dot(_columns(b_p, 0, BM, BN), b_v0, b_pv)
                             b_pv = tl.dot(_columns(b_p, BN, BM, BN), b_v1, b_pv)
+                        elif CAUSAL:
+                            # Longer loads of P than of V, of which L1 holds two each.
+                            b_p = tl.load(_tile(probs_slot0, BM, KG, 0, n, BM, WP))  # [BM, WP]
+                            for c in range(0, WP, W):
+                                b_v = tl.load(_packed(v_head, N, i_g0 * KG + n + c, W, 1, D))  # [W, D]
+                                b_pv = tl.dot(_columns(b_p, c, BM, W), b_v, b_pv)
                         else:
                             b_v = tl.load(_packed(v_head, N, i_g0 * KG + n + u * W, BN, F, D))  # [BN, F D]
                             b_p = tl.load(_tile(probs_slot0, BM, KG, 0, n + u * W, BM, W))  # [BM, W]
@@ -756,21 +762,22 @@ def _tiling_cuda(sq: int, sk: int, d: int) -> tuple[int, int, dict[str, int]]:
 #   HALVES, BH   query rows of an item, as tiles of BH rows
 #   BN, F        keys of a tile of scores, and how many such tiles one load of K or V brings
 #   U            steps of P V in one loop body
+#   WP           causal: keys of a load of P
 #   KG           largest group of keys
 #   R, RO, RQ    rows of a step of the softmax, of the results, of the scaling of q
 #   MB           the compiler double-buffers the cube's tiles (else those of a body take turns)
 #   FOLD         the vector cores scale q where the scale is a power of two
 # Found on the virtual NPU (make tune).
-_SETTINGS = ("HALVES", "BH", "BN", "F", "U", "KG", "R", "RO", "RQ", "MB", "FOLD")
+_SETTINGS = ("HALVES", "BH", "BN", "F", "U", "WP", "KG", "R", "RO", "RQ", "MB", "FOLD")
 _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
     case: dict(zip(_SETTINGS, values, strict=True))
     for case, values in {
-        (64, False): (2, 128, 128, 2, 1, 1024, 16, 128, 128, 1, 1),
-        (64, True): (4, 64, 256, 1, 1, 1024, 64, 128, 128, 1, 0),
-        (128, False): (4, 64, 256, 1, 1, 1024, 16, 64, 128, 1, 1),
-        (128, True): (2, 128, 128, 1, 1, 1024, 64, 256, 128, 1, 0),
-        (256, False): (1, 128, 128, 2, 2, 1024, 16, 64, 128, 0, 1),
-        (256, True): (1, 128, 128, 2, 1, 1024, 64, 64, 128, 0, 1),
+        (64, False): (2, 128, 128, 2, 1, 256, 1024, 16, 128, 128, 1, 1),
+        (64, True): (4, 64, 256, 1, 1, 256, 1024, 64, 128, 128, 1, 0),
+        (128, False): (4, 64, 256, 1, 1, 256, 1024, 16, 64, 128, 1, 1),
+        (128, True): (2, 128, 128, 1, 1, 256, 1024, 64, 256, 128, 1, 0),
+        (256, False): (1, 128, 128, 2, 2, 256, 1024, 16, 64, 128, 0, 1),
+        (256, True): (1, 128, 128, 2, 1, 256, 1024, 64, 64, 128, 0, 1),
     }.items()
 }
 # Long rows, where they fill them: larger groups, fewer merges.
@@ -778,7 +785,7 @@ _LONG_GROUP: dict[tuple[int, bool], dict[str, int]] = {
     (64, False): {"KG": 2048, "R": 8},
     (64, True): {"KG": 2048},
     (128, False): {"KG": 2048, "R": 8},
-    (128, True): {"KG": 2048, "HALVES": 4, "BH": 64, "BN": 256},
+    (128, True): {"KG": 2048},
     (256, False): {"KG": 2048, "R": 8},
     (256, True): {"KG": 2048},
 }
@@ -818,8 +825,8 @@ def _pipeline_settings(n: int, d: int, causal: bool) -> dict[str, int] | None:
     long = base | _LONG_GROUP[d, causal]
     limit = _SCRATCH_LIMIT if n > 1024 else _SCRATCH_LIMIT // 2
     for settings in (long, long | {"FOLD": 0}, base, base | {"FOLD": 0}):
-        rows, width = settings["HALVES"] * settings["BH"], settings["BN"] * settings["F"] * settings["U"]
-        if n % rows or n % (width if causal else settings["KG"]) or (settings["KG"] > 1024 and n % settings["KG"]):
+        rows = settings["HALVES"] * settings["BH"]
+        if n % rows or n % (settings["WP"] if causal else settings["KG"]) or (settings["KG"] > 1024 and n % settings["KG"]):
             continue
         if _bytes_of(_scratch(settings, n, d, causal, torch.float16, 20)) <= limit:
             return settings
