@@ -268,22 +268,34 @@ def _softmax_causal(
     C: tl.constexpr = 2 * R
     r1 = r + R
     body = seen - C
+    # One more tile is kept between the passes; where there is none, it is hidden and its probs,
+    # stored first, give way to those of the last tile.
+    kept = tl.maximum(body - C, 0)
+    hide = tl.where(body > 0, 0.0, float("-inf"))
     b_t0 = tl.load(_tile(scores, BM, KG, r, body, R, C)) + b_bias0  # [R, C]
     b_t1 = tl.load(_tile(scores, BM, KG, r1, body, R, C)) + b_bias1
-    b_e0 = b_t0
-    b_e1 = b_t1
-    for c in range(0, body, C):
+    b_x0 = tl.load(_tile(scores, BM, KG, r, kept, R, C)) + hide
+    b_x1 = tl.load(_tile(scores, BM, KG, r1, kept, R, C)) + hide
+    b_e0 = tl.maximum(b_t0, b_x0, propagate_nan=tl.PropagateNan.ALL)
+    b_e1 = tl.maximum(b_t1, b_x1, propagate_nan=tl.PropagateNan.ALL)
+    for c in range(0, kept, C):
         b_e0 = tl.maximum(b_e0, tl.load(_tile(scores, BM, KG, r, c, R, C)), propagate_nan=tl.PropagateNan.ALL)
         b_e1 = tl.maximum(b_e1, tl.load(_tile(scores, BM, KG, r1, c, R, C)), propagate_nan=tl.PropagateNan.ALL)
     b_m0 = tl.max(b_e0, 1)
     b_m1 = tl.max(b_e1, 1)
     tl.store(_rows(stats, BM, r, R), b_m0)
     tl.store(_rows(stats, BM, r1, R), b_m1)
-    b_l0 = tl.exp((b_t0 - b_m0[:, None]) * scale)
-    tl.store(_tile(probs, BM, KG, r, body, R, C), b_l0.to(probs.type.element_ty))
-    b_l1 = tl.exp((b_t1 - b_m1[:, None]) * scale)
-    tl.store(_tile(probs, BM, KG, r1, body, R, C), b_l1.to(probs.type.element_ty))
-    for c in range(0, body, C):
+    b_l0 = tl.exp((b_x0 - b_m0[:, None]) * scale)
+    tl.store(_tile(probs, BM, KG, r, kept, R, C), b_l0.to(probs.type.element_ty))
+    b_l1 = tl.exp((b_x1 - b_m1[:, None]) * scale)
+    tl.store(_tile(probs, BM, KG, r1, kept, R, C), b_l1.to(probs.type.element_ty))
+    b_p0 = tl.exp((b_t0 - b_m0[:, None]) * scale)
+    b_l0 += b_p0
+    tl.store(_tile(probs, BM, KG, r, body, R, C), b_p0.to(probs.type.element_ty))
+    b_p1 = tl.exp((b_t1 - b_m1[:, None]) * scale)
+    b_l1 += b_p1
+    tl.store(_tile(probs, BM, KG, r1, body, R, C), b_p1.to(probs.type.element_ty))
+    for c in range(0, kept, C):
         b_p0 = tl.exp((tl.load(_tile(scores, BM, KG, r, c, R, C)) - b_m0[:, None]) * scale)
         b_l0 += b_p0
         tl.store(_tile(probs, BM, KG, r, c, R, C), b_p0.to(probs.type.element_ty))
@@ -418,9 +430,14 @@ def attention_fwd_kernel_pipeline(
                             )
                             p_k1 = tl.advance(p_k0, (0, D))
                         b_s0 = tl.dot(b_q, tl.trans(tl.load(p_k0)))  # [BH, BN]
-                        b_s1 = tl.dot(b_q, tl.trans(tl.load(p_k1)))  # [BH, BN]
                         tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
-                        tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
+                        if CAUSAL:
+                            if i_g * KG + n + BN < row + BM:  # else hidden from all rows
+                                b_s1 = tl.dot(b_q, tl.trans(tl.load(p_k1)))  # [BH, BN]
+                                tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
+                        else:
+                            b_s1 = tl.dot(b_q, tl.trans(tl.load(p_k1)))  # [BH, BN]
+                            tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
                     else:
                         b_k = tl.load(_packed(k_head, N, i_g * KG + n, BN, F, D))  # [BN, F D]
                         for f in tl.static_range(F):
