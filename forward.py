@@ -256,11 +256,12 @@ def _softmax_rows(
 @triton.jit
 def _softmax_causal(
     scores, probs, stats, b_bias0, b_bias1, seen, keys, scale, r,
-    BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr,
+    BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """The same for 2 R rows that see `seen` of `keys` columns, the last 2 R of which take `bias`
     [2 R, 2 R]; the probs of the others are zero. Two passes over the scores in tiles of 2 R
-    columns: how many there are is known only at run time.
+    columns: how many there are is known only at run time. The last tile stays on chip between
+    the passes; KEEP: so does the one before.
 
     Two chunks of rows take turns, which does what double-buffered loads would do: a hint in a
     nested loop makes bishengir give up the split over the vector cores.
@@ -268,34 +269,43 @@ def _softmax_causal(
     C: tl.constexpr = 2 * R
     r1 = r + R
     body = seen - C
-    # One more tile is kept between the passes; where there is none, it is hidden and its probs,
-    # stored first, give way to those of the last tile.
-    kept = tl.maximum(body - C, 0)
-    hide = tl.where(body > 0, 0.0, float("-inf"))
     b_t0 = tl.load(_tile(scores, BM, KG, r, body, R, C)) + b_bias0  # [R, C]
     b_t1 = tl.load(_tile(scores, BM, KG, r1, body, R, C)) + b_bias1
-    b_x0 = tl.load(_tile(scores, BM, KG, r, kept, R, C)) + hide
-    b_x1 = tl.load(_tile(scores, BM, KG, r1, kept, R, C)) + hide
-    b_e0 = tl.maximum(b_t0, b_x0, propagate_nan=tl.PropagateNan.ALL)
-    b_e1 = tl.maximum(b_t1, b_x1, propagate_nan=tl.PropagateNan.ALL)
-    for c in range(0, kept, C):
+    b_e0 = b_t0
+    b_e1 = b_t1
+    if KEEP:
+        # Where there is no such tile, another one is hidden, and its probs, stored first, give
+        # way to the right ones.
+        body = tl.maximum(body - C, 0)
+        hide = tl.where(seen > C, 0.0, float("-inf"))
+        b_x0 = tl.load(_tile(scores, BM, KG, r, body, R, C)) + hide
+        b_x1 = tl.load(_tile(scores, BM, KG, r1, body, R, C)) + hide
+        b_e0 = tl.maximum(b_t0, b_x0, propagate_nan=tl.PropagateNan.ALL)
+        b_e1 = tl.maximum(b_t1, b_x1, propagate_nan=tl.PropagateNan.ALL)
+    for c in range(0, body, C):
         b_e0 = tl.maximum(b_e0, tl.load(_tile(scores, BM, KG, r, c, R, C)), propagate_nan=tl.PropagateNan.ALL)
         b_e1 = tl.maximum(b_e1, tl.load(_tile(scores, BM, KG, r1, c, R, C)), propagate_nan=tl.PropagateNan.ALL)
     b_m0 = tl.max(b_e0, 1)
     b_m1 = tl.max(b_e1, 1)
     tl.store(_rows(stats, BM, r, R), b_m0)
     tl.store(_rows(stats, BM, r1, R), b_m1)
-    b_l0 = tl.exp((b_x0 - b_m0[:, None]) * scale)
-    tl.store(_tile(probs, BM, KG, r, kept, R, C), b_l0.to(probs.type.element_ty))
-    b_l1 = tl.exp((b_x1 - b_m1[:, None]) * scale)
-    tl.store(_tile(probs, BM, KG, r1, kept, R, C), b_l1.to(probs.type.element_ty))
-    b_p0 = tl.exp((b_t0 - b_m0[:, None]) * scale)
-    b_l0 += b_p0
-    tl.store(_tile(probs, BM, KG, r, body, R, C), b_p0.to(probs.type.element_ty))
-    b_p1 = tl.exp((b_t1 - b_m1[:, None]) * scale)
-    b_l1 += b_p1
-    tl.store(_tile(probs, BM, KG, r1, body, R, C), b_p1.to(probs.type.element_ty))
-    for c in range(0, kept, C):
+    if KEEP:
+        b_l0 = tl.exp((b_x0 - b_m0[:, None]) * scale)
+        tl.store(_tile(probs, BM, KG, r, body, R, C), b_l0.to(probs.type.element_ty))
+        b_l1 = tl.exp((b_x1 - b_m1[:, None]) * scale)
+        tl.store(_tile(probs, BM, KG, r1, body, R, C), b_l1.to(probs.type.element_ty))
+        b_p0 = tl.exp((b_t0 - b_m0[:, None]) * scale)
+        b_l0 += b_p0
+        tl.store(_tile(probs, BM, KG, r, seen - C, R, C), b_p0.to(probs.type.element_ty))
+        b_p1 = tl.exp((b_t1 - b_m1[:, None]) * scale)
+        b_l1 += b_p1
+        tl.store(_tile(probs, BM, KG, r1, seen - C, R, C), b_p1.to(probs.type.element_ty))
+    else:
+        b_l0 = tl.exp((b_t0 - b_m0[:, None]) * scale)
+        tl.store(_tile(probs, BM, KG, r, body, R, C), b_l0.to(probs.type.element_ty))
+        b_l1 = tl.exp((b_t1 - b_m1[:, None]) * scale)
+        tl.store(_tile(probs, BM, KG, r1, body, R, C), b_l1.to(probs.type.element_ty))
+    for c in range(0, body, C):
         b_p0 = tl.exp((tl.load(_tile(scores, BM, KG, r, c, R, C)) - b_m0[:, None]) * scale)
         b_l0 += b_p0
         tl.store(_tile(probs, BM, KG, r, c, R, C), b_p0.to(probs.type.element_ty))
@@ -333,7 +343,8 @@ def attention_fwd_kernel_pipeline(
     scale, H, TILES, N,
     CAUSAL: tl.constexpr, GROUPS: tl.constexpr, FOLD: tl.constexpr, PARTIALS: tl.constexpr,
     HALVES: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, F: tl.constexpr,
-    U: tl.constexpr, WP: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, RQ: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
+    U: tl.constexpr, WP: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, RQ: tl.constexpr, RO: tl.constexpr,
+    KEEP: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Forward with cube and vector cores on different items; q, k, v have rows without gaps,
     N is a multiple of BM and, causal, of WP, or else of KG.
@@ -468,7 +479,7 @@ def attention_fwd_kernel_pipeline(
                             b_bias0 = tl.load(_tile(bias + shown * 4 * R * R, 2 * R, 2 * R, 0, 0, R, 2 * R))
                             b_bias1 = tl.load(_tile(bias + shown * 4 * R * R, 2 * R, 2 * R, R, 0, R, 2 * R))
                         _softmax_causal(
-                            scores_slot, probs_slot, stats_slot, b_bias0, b_bias1, seen, keys, factor, r, BM, KG, R
+                            scores_slot, probs_slot, stats_slot, b_bias0, b_bias1, seen, keys, factor, r, BM, KG, R, KEEP
                         )
                 else:
                     for r in range(0, BM, R):
@@ -784,17 +795,18 @@ def _tiling_cuda(sq: int, sk: int, d: int) -> tuple[int, int, dict[str, int]]:
 #   R, RO, RQ    rows of a step of the softmax, of the results, of the scaling of q
 #   MB           the compiler double-buffers the cube's tiles (else those of a body take turns)
 #   FOLD         the vector cores scale q where the scale is a power of two
+#   KEEP         causal, one group: one more tile of scores stays on chip between the passes
 # Found on the virtual NPU (make tune).
-_SETTINGS = ("HALVES", "BH", "BN", "F", "U", "WP", "KG", "R", "RO", "RQ", "MB", "FOLD")
+_SETTINGS = ("HALVES", "BH", "BN", "F", "U", "WP", "KG", "R", "RO", "RQ", "MB", "FOLD", "KEEP")
 _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
     case: dict(zip(_SETTINGS, values, strict=True))
     for case, values in {
-        (64, False): (2, 128, 128, 2, 1, 256, 1024, 16, 128, 128, 1, 1),
-        (64, True): (4, 64, 256, 1, 1, 256, 1024, 64, 128, 128, 1, 0),
-        (128, False): (4, 64, 256, 1, 1, 256, 1024, 16, 64, 128, 1, 1),
-        (128, True): (2, 128, 128, 1, 1, 256, 1024, 64, 256, 128, 1, 0),
-        (256, False): (1, 128, 128, 2, 2, 256, 1024, 16, 64, 128, 0, 1),
-        (256, True): (1, 128, 128, 2, 1, 256, 1024, 64, 64, 128, 0, 1),
+        (64, False): (2, 128, 128, 2, 1, 256, 1024, 16, 128, 128, 1, 1, 0),
+        (64, True): (4, 64, 256, 1, 1, 256, 1024, 64, 128, 128, 1, 0, 1),
+        (128, False): (4, 64, 256, 1, 1, 256, 1024, 16, 64, 128, 1, 1, 0),
+        (128, True): (2, 128, 128, 1, 1, 256, 1024, 64, 128, 128, 1, 0, 1),
+        (256, False): (1, 128, 128, 2, 2, 256, 1024, 16, 64, 128, 0, 1, 0),
+        (256, True): (1, 128, 128, 2, 1, 256, 1024, 64, 128, 128, 0, 1, 1),
     }.items()
 }
 # Long rows, where they fill them: larger groups, fewer merges.
@@ -892,7 +904,7 @@ def _forward_pipeline(q, k, v, causal, scale, cores, settings):
     z, h, n, d = q.shape
     # The pipeline loads several keys as one row of L1, so it needs rows without gaps.
     q, k, v = (x if x.stride(2) == d else x.contiguous() for x in (q, k, v))
-    kernel = {name: value for name, value in settings.items() if name not in ("FOLD", "MB")}
+    kernel = {name: value for name, value in settings.items() if name not in ("FOLD", "KEEP", "MB")}
     # A power of two scales q without rounding (down to the subnormals; never to infinity).
     fold = bool(settings["FOLD"]) and scale <= 1 and math.frexp(scale)[0] == 0.5
     out = torch.empty((z, h, n, d), dtype=q.dtype, device=q.device)
@@ -910,7 +922,8 @@ def _forward_pipeline(q, k, v, causal, scale, cores, settings):
         *scratch.values(), _causal_bias(2 * settings["R"], q.device),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         scale, h, z * h * n // (settings["HALVES"] * settings["BH"]), n,
-        CAUSAL=causal, GROUPS=groups, FOLD=fold, PARTIALS=scratch["partial"].shape[1], D=d, **kernel,
+        CAUSAL=causal, GROUPS=groups, FOLD=fold, PARTIALS=scratch["partial"].shape[1],
+        KEEP=bool(settings["KEEP"]) and not groups, D=d, **kernel,
         **(_PIPELINE_OPTIONS | {"multibuffer": bool(settings["MB"])} if ASCEND.value else _CUDA_OPTIONS),
     )  # fmt: skip
     return out, lse
