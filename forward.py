@@ -479,8 +479,9 @@ def attention_fwd_kernel_pipeline(
                             b_bias0 = tl.load(_tile(bias + shown * 4 * R * R, 2 * R, 2 * R, 0, 0, R, 2 * R))
                             b_bias1 = tl.load(_tile(bias + shown * 4 * R * R, 2 * R, 2 * R, R, 0, R, 2 * R))
                         _softmax_causal(
-                            scores_slot, probs_slot, stats_slot, b_bias0, b_bias1, seen, keys, factor, r, BM, KG, R, KEEP
-                        )
+                            scores_slot, probs_slot, stats_slot, b_bias0, b_bias1, seen, keys, factor, r,
+                            BM, KG, R, KEEP,
+                        )  # fmt: skip
                 else:
                     for r in range(0, BM, R):
                         _softmax_rows(scores_slot, probs_slot, stats_slot, factor, r, BM, KG, R)
@@ -854,8 +855,8 @@ def _pipeline_settings(n: int, d: int, causal: bool) -> dict[str, int] | None:
     long = base | _LONG_GROUP[d, causal]
     limit = _SCRATCH_LIMIT if n > 1024 else _SCRATCH_LIMIT // 2
     for settings in (long, long | {"FOLD": 0}, base, base | {"FOLD": 0}):
-        rows = settings["HALVES"] * settings["BH"]
-        if n % rows or n % (settings["WP"] if causal else settings["KG"]) or (settings["KG"] > 1024 and n % settings["KG"]):
+        rows, group = settings["HALVES"] * settings["BH"], settings["KG"]
+        if n % rows or n % (settings["WP"] if causal else group) or (group > 1024 and n % group):
             continue
         if _bytes_of(_scratch(settings, n, d, causal, torch.float16, 20)) <= limit:
             return settings

@@ -102,6 +102,7 @@ def _pipeline_choices(shape: Shape) -> list[list[Settings]]:
         [{"RQ": rq} for rq in (64, 128)],
         [{"U": u, "MB": mb} for u in (1, 2) for mb in (0, 1)],
         [{"FOLD": fold} for fold in (0, 1)],
+        [{"WP": wp, "KEEP": keep} for wp in (128, 256, 512) for keep in (0, 1)] if shape.causal else [],
     ]
 
 
@@ -109,10 +110,11 @@ def _pipeline_needs(shape: Shape, s: Settings) -> dict[str, int]:
     import forward
 
     rows, width, d = s["HALVES"] * s["BH"], s["BN"] * s["F"], shape.d
-    if shape.n % rows or shape.n % (width * s["U"] if shape.causal else s["KG"]) or s["KG"] % (width * s["U"]):
-        raise ValueError("does not divide the shape")
+    step = s["WP"] if shape.causal else width * s["U"]
     if shape.causal and (s["U"] > 1 or (s["F"] > 1 and s["HALVES"] > 1)):
         raise ValueError("the kernel has no such causal form")
+    if shape.n % rows or shape.n % (step if shape.causal else s["KG"]) or s["KG"] % step or step % width:
+        raise ValueError("does not divide the shape")
     if s["HALVES"] == 1 and s["F"] != 2:
         raise ValueError("the kernel has no such form")
     if rows % (2 * s["R"] if shape.causal else s["R"]) or rows % s["RO"] or rows % s["RQ"] or rows > 256:
@@ -121,7 +123,7 @@ def _pipeline_needs(shape: Shape, s: Settings) -> dict[str, int]:
     half = s["R"] // 2  # rows of one vector core
     softmax = 4 * half * 2 * s["R"] * 6 if shape.causal else (4 * 2 + 2) * half * s["KG"]
     return {
-        "l1": 2 * max(rows * d + width * d, s["U"] * (rows * width + width * d)),
+        "l1": 2 * max(rows * d + width * d, rows * step + width * d if shape.causal else step * (rows + d)),
         "l0c": 4 * max(2 * s["BH"] * s["BN"], rows * d),
         "ub": max(softmax, 4 * s["RO"] // 2 * d),
         "scratch": forward._bytes_of(scratch),
