@@ -341,18 +341,18 @@ def _gradient_rows(dprobs, probs, ds, delta, r, N: tl.constexpr, KG: tl.constexp
 
 
 @triton.jit
-def _products(a, b, out, row: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, D: tl.constexpr):
-    """A B^T, [MI, BT], to rows of a scratch from `row` on; A as `_packed` loads it."""
+def _products(a, b, out, row: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr, D: tl.constexpr):
+    """A B^T, [MI, KG], to rows of a scratch from `row` on; A as `_packed` loads it."""
     F: tl.constexpr = MI // BT
     # Two results live in L0C at once: one is drained while the other is computed.
     for f in range(0, F // 2 * 2, 2):
         b_x = tl.dot(_slice(a, (0, f * D), (BT, D), (1, 1)), tl.trans(b))
         b_y = tl.dot(_slice(a, (0, f * D + D), (BT, D), (1, 1)), tl.trans(b))
-        tl.store(_tile(out, F * BT, row // F, f * BT, BT, BT), b_x)
-        tl.store(_tile(out, F * BT, row // F, f * BT + BT, BT, BT), b_y)
+        tl.store(_tile(out, F * KG, row // F, f * KG, BT, KG), b_x)
+        tl.store(_tile(out, F * KG, row // F, f * KG + KG, BT, KG), b_y)
     if F % 2:
         b_z = tl.dot(_slice(a, (0, F * D - D), (BT, D), (1, 1)), tl.trans(b))
-        tl.store(_tile(out, F * BT, row // F, F * BT - BT, BT, BT), b_z)
+        tl.store(_tile(out, F * KG, row // F, F * KG - KG, BT, KG), b_z)
 
 
 @triton.jit
@@ -381,7 +381,7 @@ def _piece(base, COLS: tl.constexpr, N: tl.constexpr, row: tl.constexpr, MOST: t
 @triton.jit
 def _score_phase(
     b_a, b_b, a, out, p_a0, p_a1, p_x0,
-    EVENT: tl.constexpr, LOW: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr,
+    EVENT: tl.constexpr, LOW: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
     AHEAD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A B^T for the queries from LOW on, in pieces of MI rows, each followed by an event; the
@@ -398,7 +398,7 @@ def _score_phase(
             b_x0 = tl.load(p_x0)
             if AHEAD == 2:
                 b_a1 = tl.load(p_a1)
-        _products(b_a, b_b, out, row, MI if row + MI <= N else N - row, BT, D)
+        _products(b_a, b_b, out, row, MI if row + MI <= N else N - row, BT, KG, D)
         _sync_set("cube", "vector", EVENT)
         b_a = b_n
     return b_a0, b_a1, b_x0
@@ -454,7 +454,7 @@ def _cube_step(
     b_a0, b_a1, b_x0 = _score_phase(
         b_qa, b_k, q0, scores,
         _piece(p_p, KG, N, LOW1, KP, KG), _piece(p_p, KG, N, SECOND, KP, KG), _left(do1, N, stride_dn, LOW1, KP, D),
-        0, LOW, N, MI, BT, AHEAD, D,
+        0, LOW, N, MI, BT, KG, AHEAD, D,
     )  # fmt: skip
     b_g, b_da, b_v = _gradient_phase(
         b_a0, b_a1, b_x0, p_p, do1, stride_dn,
@@ -466,7 +466,7 @@ def _cube_step(
     b_a0, b_a1, b_x0 = _score_phase(
         b_da, b_v, do0, dprobs,
         _piece(p_ds, N, N, LOW1, KP, KG), _piece(p_ds, N, N, SECOND, KP, KG), _left(q1, N, stride_qn, LOW1, KP, D),
-        4, LOW, N, MI, BT, AHEAD, D,
+        4, LOW, N, MI, BT, KG, AHEAD, D,
     )  # fmt: skip
     b_h, b_n0, b_n1 = _gradient_phase(
         b_a0, b_a1, b_x0, p_ds, q1, stride_qn, p_n0, p_n1, NEXT, LOW1, N, N, KG, KP, AHEAD, D
@@ -959,16 +959,16 @@ def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, 
 # ahead, UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
 # in tiles of BQ queries and KQ keys, DQ columns at a time; vector work in chunks of R rows (RD on
 # the diagonal), results in chunks of RO rows. MI / BT divides the first query of each piece.
-_SETTINGS = ("MI", "KP", "AHEAD", "BQ", "KQ", "DQ", "UNROLL")
+_SETTINGS = ("KG", "BT", "MI", "KP", "AHEAD", "BQ", "KQ", "DQ", "UNROLL")
 _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
-    case: dict(zip(_SETTINGS, values, strict=True)) | {"KG": 128, "BT": 128, "LB": 128, "R": 64, "RD": 64, "RO": 64}
+    case: dict(zip(_SETTINGS, values, strict=True)) | {"LB": values[0], "R": 64, "RD": 64, "RO": 64}
     for case, values in {
-        (64, False): (512, 512, 1, 256, 256, 64, 2),
-        (64, True): (256, 512, 1, 256, 256, 64, 8),
-        (128, False): (512, 256, 2, 256, 256, 128, 2),
-        (128, True): (256, 256, 1, 256, 256, 128, 8),
-        (256, False): (256, 256, 1, 256, 256, 128, 2),
-        (256, True): (256, 256, 1, 256, 256, 128, 8),
+        (64, False): (128, 128, 512, 512, 1, 256, 256, 64, 2),
+        (64, True): (256, 64, 512, 256, 1, 256, 256, 64, 4),
+        (128, False): (256, 64, 512, 256, 2, 256, 256, 128, 4),
+        (128, True): (256, 64, 256, 256, 1, 256, 256, 128, 4),
+        (256, False): (128, 128, 256, 256, 1, 256, 256, 128, 2),
+        (256, True): (128, 128, 256, 256, 1, 256, 256, 128, 8),
     }.items()
 }
 _PIPELINE_LENGTHS = (1024,)
