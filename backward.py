@@ -332,27 +332,33 @@ def _probability_rows(
 
 
 @triton.jit
-def _gradient_rows(dprobs, probs, ds, delta, r, N: tl.constexpr, KG: tl.constexpr, R: tl.constexpr):
+def _group(ds, g, N: tl.constexpr, KG: tl.constexpr, KQ: tl.constexpr):
+    """Where the columns of the g-th KG keys begin in dS, which lies in blocks [N, KQ]."""
+    return ds + g * KG // KQ * (N * KQ) + g * KG % KQ
+
+
+@triton.jit
+def _gradient_rows(dprobs, probs, ds, delta, r, KQ: tl.constexpr, KG: tl.constexpr, R: tl.constexpr):
     """dS = P (dP - delta) of R rows from r on."""
     b_dp = tl.load(_tile(dprobs, KG, r, 0, R, KG))  # [R, KG]
     b_p = tl.load(_tile(probs, KG, r, 0, R, KG))  # [R, KG]
     b_ds = b_p.to(tl.float32) * (b_dp - tl.load(_rows(delta, r, R))[:, None])
-    tl.store(_tile(ds, N, r, 0, R, KG), b_ds.to(ds.type.element_ty))
+    tl.store(_tile(ds, KQ, r, 0, R, KG), b_ds.to(ds.type.element_ty))
 
 
 @triton.jit
-def _products(a, b, out, row: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, D: tl.constexpr):
-    """A B^T, [MI, BT], to rows of a scratch from `row` on; A as `_packed` loads it."""
+def _products(a, b, out, row: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr, D: tl.constexpr):
+    """A B^T, [MI, KG], to rows of a scratch from `row` on; A as `_packed` loads it."""
     F: tl.constexpr = MI // BT
     # Two results live in L0C at once: one is drained while the other is computed.
     for f in range(0, F // 2 * 2, 2):
         b_x = tl.dot(_slice(a, (0, f * D), (BT, D), (1, 1)), tl.trans(b))
         b_y = tl.dot(_slice(a, (0, f * D + D), (BT, D), (1, 1)), tl.trans(b))
-        tl.store(_tile(out, F * BT, row // F, f * BT, BT, BT), b_x)
-        tl.store(_tile(out, F * BT, row // F, f * BT + BT, BT, BT), b_y)
+        tl.store(_tile(out, F * KG, row // F, f * KG, BT, KG), b_x)
+        tl.store(_tile(out, F * KG, row // F, f * KG + KG, BT, KG), b_y)
     if F % 2:
         b_z = tl.dot(_slice(a, (0, F * D - D), (BT, D), (1, 1)), tl.trans(b))
-        tl.store(_tile(out, F * BT, row // F, F * BT - BT, BT, BT), b_z)
+        tl.store(_tile(out, F * KG, row // F, F * KG - KG, BT, KG), b_z)
 
 
 @triton.jit
@@ -381,7 +387,7 @@ def _piece(base, COLS: tl.constexpr, N: tl.constexpr, row: tl.constexpr, MOST: t
 @triton.jit
 def _score_phase(
     b_a, b_b, a, out, p_a0, p_a1, p_x0,
-    EVENT: tl.constexpr, LOW: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr,
+    EVENT: tl.constexpr, LOW: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
     AHEAD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A B^T for the queries from LOW on, in pieces of MI rows, each followed by an event; the
@@ -398,7 +404,7 @@ def _score_phase(
             b_x0 = tl.load(p_x0)
             if AHEAD == 2:
                 b_a1 = tl.load(p_a1)
-        _products(b_a, b_b, out, row, MI if row + MI <= N else N - row, BT, D)
+        _products(b_a, b_b, out, row, MI if row + MI <= N else N - row, BT, KG, D)
         _sync_set("cube", "vector", EVENT)
         b_a = b_n
     return b_a0, b_a1, b_x0
@@ -406,12 +412,12 @@ def _score_phase(
 
 @triton.jit
 def _gradient_phase(
-    b_a, b_a1, b_x, a, x, stride_x, p_n0, p_n1,
+    b_a, b_a1, b_x, a, x, out, stride_x, p_n0, p_n1,
     NEXT: tl.constexpr, LOW: tl.constexpr, PITCH: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, KP: tl.constexpr,
-    AHEAD: tl.constexpr, D: tl.constexpr,
+    AHEAD: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """A^T X over the queries from LOW on, [KG, D], in pieces of KP rows; the first tiles are
-    loaded already. Loads the next phase's first tiles meanwhile."""
+    """A^T X over the queries from LOW on, [KG, D], to out, in pieces of KP rows; the first tiles
+    are loaded already. Loads the next phase's first tiles meanwhile."""
     b_n0 = b_a
     b_n1 = b_a
     for row in tl.static_range(LOW, N, KP):
@@ -427,14 +433,33 @@ def _gradient_phase(
         if NEXT and row + KP >= N:
             b_n0 = tl.load(p_n0)
             b_n1 = tl.load(p_n1)
-        if row == LOW:
-            b_g = tl.dot(tl.trans(b_a), b_x)
+        if SPLIT:
+            # Two results of half the keys: one is drained while the other is multiplied.
+            b_l = tl.trans(_slice(b_a, (0, 0), (b_a.shape[0], KG // 2), (1, 1)))
+            b_r = tl.trans(_slice(b_a, (0, KG // 2), (b_a.shape[0], KG // 2), (1, 1)))
+            if row == LOW:
+                b_g = tl.dot(b_l, b_x)
+            else:
+                b_g = tl.dot(b_l, b_x, b_g)
+            if row + KP >= N:
+                tl.store(_tile(out, D, 0, 0, KG // 2, D), b_g.to(out.type.element_ty))
+            if row == LOW:
+                b_h = tl.dot(b_r, b_x)
+            else:
+                b_h = tl.dot(b_r, b_x, b_h)
+            if row + KP >= N:
+                tl.store(_tile(out, D, KG // 2, 0, KG // 2, D), b_h.to(out.type.element_ty))
         else:
-            b_g = tl.dot(tl.trans(b_a), b_x, b_g)
+            if row == LOW:
+                b_g = tl.dot(tl.trans(b_a), b_x)
+            else:
+                b_g = tl.dot(tl.trans(b_a), b_x, b_g)
+            if row + KP >= N:
+                tl.store(_tile(out, D, 0, 0, KG, D), b_g.to(out.type.element_ty))
         b_a = b_a1
         b_a1 = b_a2
         b_x = b_m
-    return b_g, b_n0, b_n1
+    return b_n0, b_n1
 
 
 @triton.jit
@@ -442,38 +467,156 @@ def _cube_step(
     b_qa, b_k, q0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
     stride_qn, stride_vn, stride_dn, p_n0, p_n1, g, g1,
     NEXT: tl.constexpr, LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, KG: tl.constexpr,
-    BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr, AHEAD: tl.constexpr, D: tl.constexpr,
+    BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr, AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr, KQ: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The cube's work on group g of the keys: its scores, and the key gradients of the group
     before, g1 (q1, do1, dv1: of that group's head). LOW, LOW1: first query that sees this group,
     and the one before. p_n0 and p_n1: tiles for what comes next, loaded and returned if NEXT."""
     SECOND: tl.constexpr = LOW1 + KP if LOW1 + KP < N else LOW1
     p_p = probs + g1 % 2 * N * KG
-    p_ds = ds + g1 * KG
+    p_ds = _group(ds, g1, N, KG, KQ)
     _sync_wait("vector", "cube", 1)
     b_a0, b_a1, b_x0 = _score_phase(
         b_qa, b_k, q0, scores,
         _piece(p_p, KG, N, LOW1, KP, KG), _piece(p_p, KG, N, SECOND, KP, KG), _left(do1, N, stride_dn, LOW1, KP, D),
-        0, LOW, N, MI, BT, AHEAD, D,
+        0, LOW, N, MI, BT, KG, AHEAD, D,
     )  # fmt: skip
-    b_g, b_da, b_v = _gradient_phase(
-        b_a0, b_a1, b_x0, p_p, do1, stride_dn,
+    b_da, b_v = _gradient_phase(
+        b_a0, b_a1, b_x0, p_p, do1, dv1 + g1 * KG * D, stride_dn,
         _packed(do0, N, LOW, MI, BT, D), _input(v0, N, stride_vn, g * KG, KG, D),
-        True, LOW1, KG, N, KG, KP, AHEAD, D,
+        True, LOW1, KG, N, KG, KP, AHEAD, SPLIT, D,
     )  # fmt: skip
-    tl.store(_tile(dv1, D, g1 * KG, 0, KG, D), b_g.to(dv1.type.element_ty))
     _sync_wait("vector", "cube", 3)
     b_a0, b_a1, b_x0 = _score_phase(
         b_da, b_v, do0, dprobs,
-        _piece(p_ds, N, N, LOW1, KP, KG), _piece(p_ds, N, N, SECOND, KP, KG), _left(q1, N, stride_qn, LOW1, KP, D),
-        4, LOW, N, MI, BT, AHEAD, D,
+        _piece(p_ds, KQ, N, LOW1, KP, KG), _piece(p_ds, KQ, N, SECOND, KP, KG), _left(q1, N, stride_qn, LOW1, KP, D),
+        4, LOW, N, MI, BT, KG, AHEAD, D,
     )  # fmt: skip
-    b_h, b_n0, b_n1 = _gradient_phase(
-        b_a0, b_a1, b_x0, p_ds, q1, stride_qn, p_n0, p_n1, NEXT, LOW1, N, N, KG, KP, AHEAD, D
-    )
-    tl.store(_tile(part + g1 % 2 * KG * D, D, 0, 0, KG, D), b_h)
+    b_n0, b_n1 = _gradient_phase(
+        b_a0, b_a1, b_x0, p_ds, q1, part + g1 % 2 * KG * D, stride_qn, p_n0, p_n1,
+        NEXT, LOW1, KQ, N, KG, KP, AHEAD, SPLIT, D,
+    )  # fmt: skip
     _sync_set("cube", "vector", 2)
     return b_n0, b_n1
+
+
+@triton.jit
+def _mixed_piece(
+    b_a, b_l, b_r, b_w, b_x, b_g, out, row: tl.constexpr,
+    SCORES: tl.constexpr, GRADIENT: tl.constexpr, F: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Scores A B^T of F BT queries, B in halves, and b_g + W^T X; one may be left out. A, W and X
+    as `_packed` loads them. The scores are drained while the gradient is multiplied."""
+    H: tl.constexpr = KG // 2
+    for f in range(0, F):
+        if SCORES:
+            b_s = tl.dot(_slice(b_a, (0, f * D), (BT, D), (1, 1)), tl.trans(b_l))
+            b_t = tl.dot(_slice(b_a, (0, f * D), (BT, D), (1, 1)), tl.trans(b_r))
+        if GRADIENT:
+            b_wf = _slice(b_w, (0, f * KG), (BT, KG), (1, 1))
+            b_g = tl.dot(tl.trans(b_wf), _slice(b_x, (0, f * D), (BT, D), (1, 1)), b_g)
+        if SCORES:
+            tl.store(_tile(out, F * KG, row // F, f * KG, BT, H), b_s)
+            tl.store(_tile(out, F * KG, row // F, f * KG + H, BT, H), b_t)
+    return b_g
+
+
+@triton.jit
+def _mixed_phase(
+    b_a, b_l, b_r, b_w, b_x, a, w, x, out, target, p_a, p_l, p_r, p_w, p_x,
+    EVENT: tl.constexpr, AWAIT: tl.constexpr, NEXT_A: tl.constexpr, NEXT_W: tl.constexpr, LOW: tl.constexpr,
+    LOW1: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Scores A B^T for the queries from LOW on to `out`, mixed with W^T X over those from LOW1 on,
+    [KG, D], to `target`, in pieces of MI queries that are loaded a piece ahead; an event after
+    each piece of scores. At the end the first tiles of what comes next, after event AWAIT."""
+    F: tl.constexpr = MI // BT
+    b_g = tl.zeros([KG, D], tl.float32)
+    b_an = b_a
+    b_wn = b_w
+    b_xn = b_x
+    b_ln = b_l
+    b_rn = b_r
+    for row in tl.static_range(LOW if LOW < LOW1 else LOW1, N, MI):
+        if row + MI < N:
+            if row + MI >= LOW:
+                b_an = tl.load(_packed(a, N, row + MI, MI, BT, D))
+            if row + MI >= LOW1:
+                b_wn = tl.load(_packed(w, N, row + MI, MI, BT, KG))
+                b_xn = tl.load(_packed(x, N, row + MI, MI, BT, D))
+        else:
+            if NEXT_A:
+                b_an = tl.load(p_a)
+            if NEXT_A or NEXT_W:
+                b_ln = tl.load(p_l)
+                b_rn = tl.load(p_r)
+        b_g = _mixed_piece(b_a, b_l, b_r, b_w, b_x, b_g, out, row, row >= LOW, row >= LOW1, F, BT, KG, D)
+        if row >= LOW:
+            _sync_set("cube", "vector", EVENT)
+        if row + MI >= N:
+            if AWAIT >= 0:
+                _sync_wait("vector", "cube", AWAIT)
+            if NEXT_W:
+                b_wn = tl.load(p_w)
+                b_xn = tl.load(p_x)
+        b_a = b_an
+        b_w = b_wn
+        b_x = b_xn
+    tl.store(_tile(target, D, 0, 0, KG, D), b_g.to(target.type.element_ty))
+    return b_a, b_ln, b_rn, b_w, b_x
+
+
+@triton.jit
+def _mixed_tail(
+    w, x, target,
+    LOW: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """W^T X as `_mixed_phase` sums it, without scores."""
+    b_g = tl.zeros([KG, D], tl.float32)
+    for row in tl.static_range(LOW, N, MI):
+        b_w = tl.load(_packed(w, N, row, MI, BT, KG))
+        b_x = tl.load(_packed(x, N, row, MI, BT, D))
+        b_g = _mixed_piece(b_x, b_x, b_x, b_w, b_x, b_g, target, row, False, True, MI // BT, BT, KG, D)
+    tl.store(_tile(target, D, 0, 0, KG, D), b_g.to(target.type.element_ty))
+
+
+@triton.jit
+def _mixed_step(
+    b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
+    stride_kn, stride_vn, g: tl.constexpr, g1: tl.constexpr,
+    LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
+    KQ: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """`_cube_step` with the scores between the parts of the gradients."""
+    H: tl.constexpr = KG // 2
+    LAST: tl.constexpr = (g + 1) * KG >= N
+    FIRST_A: tl.constexpr = LOW <= LOW1
+    FIRST_W: tl.constexpr = LOW1 <= LOW
+    b_a, b_l, b_r, b_w, b_x = _mixed_phase(
+        b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
+        _packed(do0, N, LOW, MI, BT, D),
+        _input(v0, N, stride_vn, g * KG, H, D), _input(v0, N, stride_vn, g * KG + H, H, D),
+        _packed(_group(ds, g1, N, KG, KQ), N, LOW1, MI, BT, KG), _packed(q1, N, LOW1, MI, BT, D),
+        0, 3, FIRST_A, FIRST_W, LOW, LOW1, N, MI, BT, KG, D,
+    )  # fmt: skip
+    if LAST:
+        b_a, b_l, b_r, b_w, b_x = _mixed_phase(
+            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, part + g1 % 2 * KG * D,
+            _input(k0, N, stride_kn, 0, KQ, D), _input(k0, N, stride_kn, KQ, KQ, D),
+            _input(k0, N, stride_kn, KQ, KQ, D), k0, k0,
+            4, -1, True, False, LOW, LOW1, N, MI, BT, KG, D,
+        )  # fmt: skip
+    else:
+        b_a, b_l, b_r, b_w, b_x = _mixed_phase(
+            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, part + g1 % 2 * KG * D,
+            _packed(q0, N, LOW, MI, BT, D),
+            _input(k0, N, stride_kn, g * KG + KG, H, D), _input(k0, N, stride_kn, g * KG + KG + H, H, D),
+            _packed(probs + g % 2 * N * KG, N, LOW, MI, BT, KG), _packed(do0, N, LOW, MI, BT, D),
+            4, 1, not CAUSAL, True, LOW, LOW1, N, MI, BT, KG, D,
+        )  # fmt: skip
+    _sync_set("cube", "vector", 2)
+    return b_a, b_l, b_r, b_w, b_x
 
 
 @triton.jit
@@ -500,7 +643,7 @@ def _query_phase(
     two of the keys' tiles are loaded already."""
     b_k2 = b_k0
     b_k3 = b_k0
-    b_ds = tl.load(_tile(ds, N, 0, 0, BQ, KQ))
+    b_ds = tl.load(_tile(ds, KQ, 0, 0, BQ, KQ))
     for m in tl.static_range(0, N, BQ):
         for n in tl.static_range(0, m + BQ if CAUSAL else N, KQ):
             b_n = b_ds
@@ -508,9 +651,9 @@ def _query_phase(
                 if (n + 2 * KQ == N and column == 0) and m == (N - BQ if CAUSAL else 0):
                     # The last group's score gradients are the last to come.
                     _sync_wait("vector", "cube", 5)
-                b_n = tl.load(_tile(ds, N, m, n + KQ, BQ, KQ))
+                b_n = tl.load(_tile(ds + (n + KQ) * N, KQ, m, 0, BQ, KQ))
             elif m + BQ < N:
-                b_n = tl.load(_tile(ds, N, m + BQ, 0, BQ, KQ))
+                b_n = tl.load(_tile(ds, KQ, m + BQ, 0, BQ, KQ))
             if (m == BQ and n == 0) if CAUSAL else (m == 0 and n == 0):
                 b_k2 = tl.load(_keys(k, stride_k, 2, column, N, KQ, DQ, D))
             if (m == 2 * BQ and n == 0) if CAUSAL else (m == 0 and n == KQ):
@@ -556,7 +699,8 @@ def attention_bwd_kernel_pipeline(
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn,
     scale, H, HEADS,
     CAUSAL: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr,
-    AHEAD: tl.constexpr, UNROLL: tl.constexpr, LB: tl.constexpr, BQ: tl.constexpr, KQ: tl.constexpr, DQ: tl.constexpr,
+    AHEAD: tl.constexpr, SPLIT: tl.constexpr, MIX: tl.constexpr, UNROLL: tl.constexpr, LB: tl.constexpr,
+    BQ: tl.constexpr, KQ: tl.constexpr, DQ: tl.constexpr,
     R: tl.constexpr, RD: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """All three gradients with cube and vector cores at work at once; whole heads to a program.
@@ -574,7 +718,10 @@ def attention_bwd_kernel_pipeline(
 
     No two k parts of a product may use the same half of L0 in turn, and a loop that loads drains
     at its end: phases are straight code, their loads stand a phase ahead (AHEAD: tiles of P or
-    dS), and only products of tiles that are on chip stand in loops. UNROLL: items in one loop
+    dS), and only products of tiles that are on chip stand in loops. SPLIT: dV and dK in two halves
+    of the keys, so that one is drained while the other is multiplied. MIX (D = 64, where L0C has
+    room for both): scores are drained while a gradient is multiplied, S with dV, dP with dK; the
+    waits for P and dS then stand at the end of the phase before, at the first load. UNROLL: items in one loop
     body; with a causal mask all, since each has a length of its own. The first item of a program
     multiplies what it finds in scratch; the true dV and dK are written over the result later.
     """
@@ -606,14 +753,37 @@ def attention_bwd_kernel_pipeline(
         dv0 = dv + h.to(tl.int64) * N * D
         dv1 = dv + h1.to(tl.int64) * N * D
         # The key gradients run one group behind: the first ones are those of the last head.
-        if UNROLL == GROUPS:
+        if MIX:
+            _sync_wait("vector", "cube", 1)
+            LAST1: tl.constexpr = N - KG if CAUSAL else 0
+            b_a = tl.load(_packed(q0, N, 0, MI, BT, D))
+            b_l = tl.load(_input(k0, N, stride_kn, 0, KG // 2, D))
+            b_r = tl.load(_input(k0, N, stride_kn, KG // 2, KG // 2, D))
+            b_w = b_a
+            b_x = b_a
+            if not CAUSAL:
+                b_w = tl.load(_packed(probs + (GROUPS - 1) % 2 * N * KG, N, 0, MI, BT, KG))
+                b_x = tl.load(_packed(do1, N, 0, MI, BT, D))
+            b_a, b_l, b_r, b_w, b_x = _mixed_step(
+                b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
+                stride_kn, stride_vn, 0, GROUPS - 1, 0, LAST1, N, MI, BT, KG, KQ, D, CAUSAL,
+            )  # fmt: skip
+            for g in tl.static_range(1, GROUPS):
+                b_a, b_l, b_r, b_w, b_x = _mixed_step(
+                    b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
+                    stride_kn, stride_vn, g, g - 1, g * KG if CAUSAL else 0, (g - 1) * KG if CAUSAL else 0,
+                    N, MI, BT, KG, KQ, D, CAUSAL,
+                )  # fmt: skip
+            b_k0 = b_a
+            b_k1 = b_l
+        elif UNROLL == GROUPS:
             b_qa = tl.load(_packed(q0, N, 0, MI, BT, D))
             b_k = tl.load(_input(k0, N, stride_kn, 0, KG, D))
             b_qa, b_k = _cube_step(
                 b_qa, b_k, q0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
                 stride_qn, stride_vn, stride_dn,
                 _packed(q0, N, KG // LB * LB if CAUSAL else 0, MI, BT, D), _input(k0, N, stride_kn, KG, KG, D),
-                0, GROUPS - 1, True, 0, (N - KG) // LB * LB if CAUSAL else 0, N, KG, BT, MI, KP, AHEAD, D,
+                0, GROUPS - 1, True, 0, (N - KG) // LB * LB if CAUSAL else 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D,
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS - 1):
                 b_qa, b_k = _cube_step(
@@ -622,7 +792,7 @@ def attention_bwd_kernel_pipeline(
                     _packed(q0, N, (g + 1) * KG // LB * LB if CAUSAL else 0, MI, BT, D),
                     _input(k0, N, stride_kn, (g + 1) * KG, KG, D),
                     g, g - 1, True, g * KG // LB * LB if CAUSAL else 0, (g - 1) * KG // LB * LB if CAUSAL else 0,
-                    N, KG, BT, MI, KP, AHEAD, D,
+                    N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D,
                 )  # fmt: skip
             b_k0, b_k1 = _cube_step(
                 b_qa, b_k, q0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
@@ -630,7 +800,7 @@ def attention_bwd_kernel_pipeline(
                 _keys(k0, stride_kn, 0, 0, N, KQ, DQ, D), _keys(k0, stride_kn, 1, 0, N, KQ, DQ, D),
                 GROUPS - 1, GROUPS - 2, True,
                 (N - KG) // LB * LB if CAUSAL else 0, (N - 2 * KG) // LB * LB if CAUSAL else 0,
-                N, KG, BT, MI, KP, AHEAD, D,
+                N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D,
             )  # fmt: skip
         else:
             for u in range(0, GROUPS, 2):
@@ -643,13 +813,13 @@ def attention_bwd_kernel_pipeline(
                     b_qa, b_k, q0, v0, do0, qu, dou, dv + hu.to(tl.int64) * N * D, scores, dprobs, probs, ds, part,
                     stride_qn, stride_vn, stride_dn,
                     _packed(q0, N, 0, MI, BT, D), _input(k0, N, stride_kn, (u + 1) * KG, KG, D),
-                    u, (u + GROUPS - 1) % GROUPS, True, 0, 0, N, KG, BT, MI, KP, AHEAD, D,
+                    u, (u + GROUPS - 1) % GROUPS, True, 0, 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D,
                 )  # fmt: skip
                 _cube_step(
                     b_qa, b_k, q0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
                     stride_qn, stride_vn, stride_dn,
                     _packed(q0, N, 0, MI, BT, D), _input(k0, N, stride_kn, u * KG, KG, D),
-                    u + 1, u, False, 0, 0, N, KG, BT, MI, KP, AHEAD, D,
+                    u + 1, u, False, 0, 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D,
                 )  # fmt: skip
             b_k0 = tl.load(_keys(k0, stride_kn, 0, 0, N, KQ, DQ, D))
             b_k1 = tl.load(_keys(k0, stride_kn, 1, 0, N, KQ, DQ, D))
@@ -663,6 +833,7 @@ def attention_bwd_kernel_pipeline(
         lse0 = lse + h.to(tl.int64) * N
         for g in range(0, GROUPS):
             p0 = probs + g % 2 * N * KG
+            ds0 = _group(ds, g, N, KG, KQ)
             low = 0
             if CAUSAL:
                 low = g * KG // LB * LB
@@ -685,8 +856,8 @@ def attention_bwd_kernel_pipeline(
                 _sync_wait("cube", "vector", 4)
                 start = low + c * MI
                 for r in range(start, tl.minimum(start + MI, N), 2 * R):
-                    _gradient_rows(dprobs, p0, ds + g * KG, delta, r, N, KG, R)
-                    _gradient_rows(dprobs, p0, ds + g * KG, delta, r + R, N, KG, R)
+                    _gradient_rows(dprobs, p0, ds0, delta, r, KQ, KG, R)
+                    _gradient_rows(dprobs, p0, ds0, delta, r + R, KQ, KG, R)
             _sync_set("vector", "cube", 3)
             # The key gradient of the group before.
             _sync_wait("cube", "vector", 2)
@@ -726,25 +897,31 @@ def attention_bwd_kernel_pipeline(
     do1 = dout + (h1 // H).to(tl.int64) * stride_dz + (h1 % H).to(tl.int64) * stride_dh
     end1 = N - KG
     p1 = probs + (GROUPS - 1) % 2 * N * KG
+    ds1 = _group(ds, GROUPS - 1, N, KG, KQ)
     part1 = part + (GROUPS - 1) % 2 * KG * D
     low = 0
     if CAUSAL:
         low = end1 // LB * LB
     LAST: tl.constexpr = N - (N - KG) // LB * LB if CAUSAL else N
     KE: tl.constexpr = KP if KP < LAST else LAST
+    KH: tl.constexpr = KG // 2 if SPLIT else KG
     for _ in range(0, live):
-        b_g = tl.zeros([KG, D], tl.float32)
-        for m in range(low, N, KE):
-            b_g = tl.dot(
-                tl.trans(tl.load(_tile(p1, KG, m, 0, KE, KG))), tl.load(_input(do1, N, stride_dn, m, KE, D)), b_g
-            )
-        tl.store(_tile(dv + h1.to(tl.int64) * N * D, D, end1, 0, KG, D), b_g.to(dv.type.element_ty))
-        b_h = tl.zeros([KG, D], tl.float32)
-        for m in range(low, N, KE):
-            b_h = tl.dot(
-                tl.trans(tl.load(_tile(ds, N, m, end1, KE, KG))), tl.load(_input(q1, N, stride_qn, m, KE, D)), b_h
-            )
-        tl.store(_tile(part1, D, 0, 0, KG, D), b_h)
+        if MIX:
+            _mixed_tail(p1, do1, dv + h1.to(tl.int64) * N * D + end1 * D, N - LAST, N, MI, BT, KG, D)
+            _mixed_tail(ds1, q1, part1, N - LAST, N, MI, BT, KG, D)
+        else:
+            for half in tl.static_range(0, KG, KH):
+                b_g = tl.zeros([KH, D], tl.float32)
+                for m in range(low, N, KE):
+                    b_p = tl.load(_tile(p1, KG, m, half, KE, KH))
+                    b_g = tl.dot(tl.trans(b_p), tl.load(_input(do1, N, stride_dn, m, KE, D)), b_g)
+                p_dv = _tile(dv + h1.to(tl.int64) * N * D, D, end1 + half, 0, KH, D)
+                tl.store(p_dv, b_g.to(dv.type.element_ty))
+                b_h = tl.zeros([KH, D], tl.float32)
+                for m in range(low, N, KE):
+                    b_ds = tl.load(_tile(ds1, KQ, m, half, KE, KH))
+                    b_h = tl.dot(tl.trans(b_ds), tl.load(_input(q1, N, stride_qn, m, KE, D)), b_h)
+                tl.store(_tile(part1, D, half, 0, KH, D), b_h)
     _sync_set("cube", "vector", 2)
     _sync_wait("cube", "vector", 2)
     if first < last:
@@ -956,19 +1133,20 @@ def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, 
 
 # The pipeline's settings by head dimension and causal: groups of KG keys, scores in tiles of
 # BT x KG out of pieces of MI queries, key gradients in pieces of KP queries, loaded AHEAD pieces
-# ahead, UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
+# ahead, in halves of the keys with SPLIT, between the scores with MIX (in pieces of MI then; BT x
+# KG tiles come in halves); UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
 # in tiles of BQ queries and KQ keys, DQ columns at a time; vector work in chunks of R rows (RD on
 # the diagonal), results in chunks of RO rows. MI / BT divides the first query of each piece.
-_SETTINGS = ("MI", "KP", "AHEAD", "BQ", "KQ", "DQ", "UNROLL")
+_SETTINGS = ("KG", "BT", "MI", "KP", "AHEAD", "BQ", "KQ", "DQ", "UNROLL", "SPLIT", "MIX")
 _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
-    case: dict(zip(_SETTINGS, values, strict=True)) | {"KG": 128, "BT": 128, "LB": 128, "R": 64, "RD": 64, "RO": 64}
+    case: dict(zip(_SETTINGS, values, strict=True)) | {"LB": values[0], "R": 64, "RD": 64, "RO": 64}
     for case, values in {
-        (64, False): (512, 512, 1, 256, 256, 64, 2),
-        (64, True): (256, 512, 1, 256, 256, 64, 8),
-        (128, False): (512, 256, 2, 256, 256, 128, 2),
-        (128, True): (256, 256, 1, 256, 256, 128, 8),
-        (256, False): (256, 256, 1, 256, 256, 128, 2),
-        (256, True): (256, 256, 1, 256, 256, 128, 8),
+        (64, False): (256, 64, 256, 256, 1, 256, 256, 64, 4, 0, 1),
+        (64, True): (256, 64, 512, 256, 1, 256, 256, 64, 4, 0, 0),
+        (128, False): (256, 64, 512, 256, 2, 256, 256, 128, 4, 1, 0),
+        (128, True): (256, 64, 256, 256, 1, 256, 256, 128, 4, 0, 0),
+        (256, False): (128, 128, 256, 256, 1, 256, 256, 128, 2, 0, 0),
+        (256, True): (128, 128, 256, 256, 1, 256, 256, 128, 8, 0, 0),
     }.items()
 }
 _PIPELINE_LENGTHS = (1024,)
