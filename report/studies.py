@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from harness.studies.ablation import SHIPPED, Technique, available, source
+from harness.studies.ablation import available, source
 from harness.studies.accuracy import STDS
+from harness.studies.techniques import SHIPPED, Technique
 
 from .blocks import block
 from .markdown import figure, number, percent, table
