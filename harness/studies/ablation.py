@@ -117,23 +117,22 @@ def module(chosen: Technique) -> ModuleType:
         for attribute, value in item.replace.items():
             function = callable(getattr(made, attribute))
             setattr(made, attribute, (lambda *_, _value=value, **__: _value) if function else value)
-        if item.options or item.added:
+        if item.options:
             for kernel in vars(made).values():
                 if isinstance(kernel, JITFunction):
-                    _relaunch(kernel, item.options, item.added)
+                    _relaunch(kernel, item.options)
     _MADE[name] = made
     return made
 
 
-def _relaunch(kernel: Any, options: Mapping[str, Any], added: Mapping[str, Any] | None = None) -> None:
-    """Let the launches of a kernel that give these compile options have other ones, and all of
-    them those in `added`."""
+def _relaunch(kernel: Any, options: Mapping[str, Any]) -> None:
+    """Let the launches of a kernel that give these compile options have other ones."""
     original = kernel.run
 
     def run(*args: Any, **given: Any) -> Any:
         other = {name: value for name, value in options.items() if name in given}
         kept = {name: value for name, value in (given | other).items() if name not in other or value is not None}
-        return original(*args, **kept, **(added or {}))
+        return original(*args, **kept)
 
     kernel.run = run
 
@@ -174,7 +173,7 @@ def concerns(chosen: Technique, case: Case) -> bool:
     does where these are others than those shipped."""
     if not chosen.applies(case):
         return False
-    only_settings = not (chosen.edits or chosen.replace or chosen.options or chosen.added or chosen.of)
+    only_settings = not (chosen.edits or chosen.replace or chosen.options or chosen.of)
     if not only_settings or not {"_PIPELINES", "_LONG_GROUP"} & set(chosen.settings):
         return True
     return bool(_used(module(chosen), case) != _used(module(technique(chosen.suite, SHIPPED)), case))
@@ -313,7 +312,7 @@ def work() -> dict[str, tuple[Technique, Case | None]]:
 def _switches(chosen: Technique) -> list[object]:
     """What a technique sets, beside the edits."""
     items = [technique(chosen.suite, chosen.of), chosen] if chosen.of else [chosen]
-    return [value for item in items for value in (item.settings, item.replace, item.options, item.added)]
+    return [value for item in items for value in (item.settings, item.replace, item.options)]
 
 
 def wanted() -> dict[str, str]:

@@ -49,7 +49,6 @@ class Technique:
         replace: module attributes; where one is a function it gives the value from now on.
         options: compile options of the launches that give them, and their other values; None
             leaves the option out.
-        added: compile options of every launch.
         causal: another mask for the call.
         on: "causal" or "full": the cases with that mask only.
         dims: the cases with these head dimensions only.
@@ -68,7 +67,6 @@ class Technique:
     settings: Mapping[str, Any] = field(default_factory=dict)
     replace: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    added: Mapping[str, Any] = field(default_factory=dict)
     causal: bool | None = None
     on: str = ""
     dims: tuple[int, ...] = ()
@@ -269,13 +267,6 @@ _FORWARD = (
         "the default solver: every product waits for the last one",
         "sync_solver",
         options={"sync_solver": None},
-    ),
-    _option(
-        "forward",
-        "no unit flags",
-        "compile option unit_flag: the drain of L0C is ordered by the matrix unit's own flags",
-        "_PIPELINE_OPTIONS",
-        added={"unit_flag": True},
     ),
     Technique(
         "forward",
@@ -541,14 +532,6 @@ _BACKWARD = (
         "the compiler double-buffers",
         "multibuffer",
         options={"multibuffer": None},
-        needs=_PIPELINE,
-    ),
-    _option(
-        "backward",
-        "no unit flags",
-        "compile option unit_flag: the drain of L0C is ordered by the matrix unit's own flags",
-        "_PIPELINE_OPTIONS",
-        added={"unit_flag": True},
         needs=_PIPELINE,
     ),
     Technique(
