@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.studies.ablation import SHIPPED, Technique, available, source
-from harness.studies.accuracy import STDS
+from harness.studies.ablation import available, source
+from harness.studies.accuracy import DOUT_EXPONENTS, STDS
+from harness.studies.techniques import SHIPPED, Technique
 
 from .blocks import block
 from .markdown import figure, number, percent, table
@@ -96,23 +98,56 @@ def ablated(suite: str) -> list[Technique]:
     return [item for item in available(suite) if item.name != SHIPPED]
 
 
+def _switch(item: Technique) -> str:
+    """How a technique is switched off, in words."""
+    found = []
+    for name, value in item.settings.items():
+        inner = value.values() if isinstance(value, Mapping) else ()
+        parts = [entry for entry in inner if isinstance(entry, Mapping)] or ([value] if inner else [])
+        keys = list(dict.fromkeys(str(key) for part in parts for key in part if isinstance(key, str)))
+        found.append(f"table `{name}`" + (": " + ", ".join(f"`{key}`" for key in keys) if keys else ""))
+    found += [f"`{name}` gives `{value}`" for name, value in item.replace.items()]
+    for name, value in item.options.items():
+        found.append(f"option `{name}` " + ("left out" if value is None else f"= {value}"))
+    if item.edits:
+        found.append(f"{len(item.edits)} edit{'s' if len(item.edits) > 1 else ''} of the text")
+    if item.causal is not None:
+        found.append("called without a mask")
+    return "; ".join(found)
+
+
+def _line(item: Technique) -> str:
+    """Link to the first line of a kernel file with a technique's code."""
+    before = source(item.suite).split(item.code)[0]
+    line = before.count("\n") + 1
+    return f"[{item.suite}.py:{line}]({item.suite}.py#L{line})"
+
+
+def _by_scale(suite: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Errors of the techniques that were checked on inputs of several scales; empty without any."""
+    rows = []
+    stds: list[str] = []
+    for name, row in found.items():
+        errors = row.get("errors", {})
+        if len(errors) > 1:
+            stds = list(errors)
+            cells = [number(value, 2) if value is not None else "not finite" for value in errors.values()]
+            rows.append([name if name == SHIPPED else f"without: {name}", *cells])
+    if not rows:
+        return ""
+    what = "out" if suite == "forward" else "dq, dk, dv"
+    text = f"Largest relative L2 error of {what} (fp16) by standard deviation of q, k and v:"
+    return text + "\n\n" + table(["", *(f"std {std}" for std in stds)], rows, left=(0,))
+
+
 def _ablation(records: Records, suite: str) -> str:
     times = ablation_times(records, suite)
     cases = list(times.get(SHIPPED, {}))
-    values = {
-        row["technique"]: row["values"]
-        for row in records["ablation"]["rows"]
-        if row["suite"] == suite and "values" in row
-    }
-    rows = [
-        [
-            SHIPPED,
-            "ms, predicted",
-            *(number(times[SHIPPED][case]["ms"]) for case in cases),
-            "",
-            values.get(SHIPPED, "-"),
-        ]
-    ]
+    values = {row["technique"]: row for row in records["ablation"]["rows"] if row["suite"] == suite and "values" in row}
+    checked = {name: row["values"].split(":")[0] for name, row in values.items()}
+    shipped = [SHIPPED, "ms, predicted", *(number(times[SHIPPED][case]["ms"]) for case in cases), ""]
+    rows = [[*shipped, checked.get(SHIPPED, "-")]]
+    reasons: dict[str, str] = {}
     for item in ablated(suite):
         found = slowdowns(records, item)
         cells = []
@@ -120,22 +155,34 @@ def _ablation(records: Records, suite: str) -> str:
             row = times.get(item.name, {}).get(case)
             fault = row["fault"] if row is not None else "-"
             cells.append(f"{found[case]:.2f}" if case in found else fault)
+            if row is not None and fault:
+                reasons.setdefault(item.name, f"{case} {fault}: {row['detail']}")
+        told = values.get(item.name, {}).get("values", "right")
+        if not told.startswith(("right", "not checked")):
+            reasons.setdefault(item.name, told)
         mean = geomean(found.values())
         name = item.name + (" (of the general path)" if item.of else "")
-        checked = values.get(item.name, "-").split(":")[0]
-        rows.append([name, item.off, *cells, "-" if math.isnan(mean) else f"{mean:.2f}", checked])
+        last = checked.get(item.name, "-")
+        rows.append([name, item.off, *cells, "-" if math.isnan(mean) else f"{mean:.2f}", last])
     header = ["switched off alone", "instead", *cases, "mean", "values"]
-    where = [[item.name, f"`{item.code}`"] for item in ablated(suite)]
     text = (
         "Predicted time with one technique switched off over the time of the kernel as shipped; above 1 the technique "
         "pays. A ratio of two predictions of one model; where the constants marked * in the sensitivity table matter, "
-        "it moves with them."
+        "it moves with them. A case without a number is one where the switch changes nothing (-), that was left out "
+        "(compile options are tried on some cases only), or that did not run."
     )
-    found_at = table(["technique", f"find it in `{suite}.py` by"], where, left=(0, 1))
     parts = [text, table(header, rows, left=(0, 1))]
+    if reasons:
+        # Names of generated files and numbers of lines would change with every edit.
+        told = [f"* {name}: {re.sub(r' at [a-z]+_[0-9a-f]+[.]py:[0-9]+', '', why)}" for name, why in reasons.items()]
+        parts.append("What did not run, or not rightly, when switched off:\n\n" + "\n".join(told))
+    if scaled := _by_scale(suite, values):
+        parts.append(scaled)
     if any(slowdowns(records, item) for item in ablated(suite)):
         parts.append(figure(f"ablation-{suite}", f"What each technique of the {suite} gains (predicted), by case."))
-    return "\n\n".join([*parts, found_at])
+    where = [[item.name, f"`{item.code}`", _line(item), _switch(item)] for item in ablated(suite)]
+    header = ["technique (row above)", f"find it in `{suite}.py` by", "line", "switch"]
+    return "\n\n".join([*parts, table(header, where, left=(0, 1, 2, 3))])
 
 
 @block("ablation-forward", "ablation")
@@ -230,41 +277,61 @@ def timeline_backward(records: Records) -> str:
     return _timeline(records, "backward")
 
 
-def accuracy_errors(records: Records, dtype: str, outputs: Iterable[str], std: float, who: str) -> list[float]:
-    """The finite relative L2 errors over head dimensions, masks and outputs."""
+def accuracy_errors(
+    records: Records, dtype: str, outputs: Iterable[str], std: float, who: str, exponent: int = 0
+) -> list[float]:
+    """The finite relative L2 errors over head dimensions, masks and outputs; dout times two to
+    the exponent."""
     wanted = set(outputs)
     return [
         values[who]
         for row in records["accuracy"]["rows"]
-        if row["dtype"] == dtype and row["std"] == std
+        if row["dtype"] == dtype and row["std"] == std and row.get("exponent", 0) == exponent
         for output, values in row["errors"].items()
         if output in wanted and isinstance(values[who], float)
     ]
 
 
+def _errors(records: Records, dtype: str, outputs: tuple[str, ...], std: float, exponent: int = 0) -> list[str]:
+    """Cells with the largest errors of all three, and ours over PyTorch's."""
+    found = {who: accuracy_errors(records, dtype, outputs, std, who, exponent) for who in WHO}
+    cells = [number(max(errors), 2) if errors else "-" for errors in found.values()]
+    complete = found["ours"] and found["torch"]
+    return [*cells, number(max(found["ours"]) / max(found["torch"]), 2) if complete else "-"]
+
+
+def _worst_ratio(records: Records) -> str:
+    """The largest of all ratios of our error to PyTorch's, and where it is."""
+    ratios = [
+        (values["ours"] / values["torch"], f"{output} of {row['key']}")
+        for row in records["accuracy"]["rows"]
+        for output, values in row["errors"].items()
+        if isinstance(values["ours"], float) and isinstance(values["torch"], float) and values["torch"] > 0
+    ]
+    ratio, where = max(ratios)
+    return (
+        f"In none of the {len(ratios)} comparisons of one configuration and output is this project's error more than "
+        f"{ratio:.2f} times that of PyTorch in the same precision ({where})."
+    )
+
+
 @block("accuracy", "accuracy")
 def accuracy(records: Records) -> str:
     """Errors over input scales."""
-    rows = []
-    for dtype in ("fp16", "bf16"):
-        for outputs in (("out",), ("dq",), ("dk",), ("dv",)):
-            for std in STDS:
-                cells = [dtype, outputs[0], f"{std:g}"]
-                worst: dict[str, float] = {}
-                for who in WHO:
-                    found = accuracy_errors(records, dtype, outputs, std, who)
-                    worst[who] = max(found, default=math.nan)
-                    cells.append("-" if not found else number(worst[who], 2))
-                cells.append(number(worst["ours"] / worst["torch"], 2) if not math.isnan(worst["ours"]) else "-")
-                rows.append(cells)
-    header = [
-        "dtype",
-        "output",
-        "std of q, k, v",
-        "this project",
-        "textbook",
-        "PyTorch, same precision",
-        "ours / PyTorch",
+    header = ["dtype", "output", "std of q, k, v"]
+    columns = ["this project", "textbook", "PyTorch, same precision", "ours / PyTorch"]
+    rows = [
+        [dtype, output, f"{std:g}", *_errors(records, dtype, (output,), std)]
+        for dtype in ("fp16", "bf16")
+        for output in ("out", "dq", "dk", "dv")
+        for std in STDS
+    ]
+    exponents = [e for e in DOUT_EXPONENTS if accuracy_errors(records, "fp16", ("dq",), STDS[0], "ours", e)]
+    scaled = [
+        [dtype, output, f"2^{exponent}", *_errors(records, dtype, (output,), STDS[0], exponent)]
+        for dtype in ("fp16", "bf16")
+        for output in ("dq", "dk", "dv")
+        for exponent in exponents
     ]
     faults = [
         f"{row['key']}, {output}: {who}: {value if isinstance(value, str) else 'not finite'}"
@@ -273,11 +340,18 @@ def accuracy(records: Records) -> str:
         for who, value in values.items()
         if not isinstance(value, float)
     ]
-    text = (
+    parts = [
         "Largest relative L2 error against fp64 over head dimensions 64, 128, 256 and both masks (one head; computed "
-        "by the virtual NPU with the hardware's roundings):"
-    )
-    parts = [text, table(header, rows, left=(0, 1))]
+        "by the virtual NPU with the hardware's roundings):",
+        table([*header, *columns], rows, left=(0, 1)),
+    ]
+    if len(exponents) > 1:
+        parts.append(
+            f"The same with dout times a power of two, as a loss scaler makes it (std of q, k, v {STDS[0]:g}). In fp16 "
+            "the score gradients of the smallest ones are subnormal:"
+        )
+        parts.append(table(["dtype", "output", "dout times", *columns], scaled, left=(0, 1, 2)))
+    parts.append(_worst_ratio(records))
     if faults:
         parts.append("Without a value:\n\n" + "\n".join(f"* {fault}" for fault in faults))
     parts.append(figure("accuracy", "Relative L2 error against fp64 over the standard deviation of the inputs."))

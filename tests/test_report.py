@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.studies.ablation import SHIPPED, available
+from harness.studies.ablation import available
+from harness.studies.techniques import SHIPPED
 from report import markdown
 from report.__main__ import PICTURES, documents
 from report.blocks import BLOCKS, render

@@ -1,23 +1,30 @@
 """`python -m harness.studies.ablation`: each technique of the kernels switched off alone.
 
 A technique is switched off in a copy of the kernel's file: by replaced text, by other values
-of its settings, or by another call. Each copy is timed (predicted) on the official
-performance cases in fp16 at their full size, and its values are checked on a small shape.
-Writes results/ablation.json; rows whose sources have not changed are kept.
+of its settings, or by another call (the techniques are in techniques.py). Each copy is timed
+(predicted) on the official performance cases in fp16 at their full size, and its values are
+checked on a small shape, those of scratch in fewer bits on larger inputs too.
 
-A row for another technique is one more `Technique` below.
+Writes results/ablation.json after each row; rows whose sources have not changed are kept, so a
+run that was ended (or that --minutes ended) goes on with the next call. A row that takes longer
+than --limit seconds says so and ends nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import functools
 import importlib.util
 import os
+import re
+import signal
 import sys
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,282 +35,15 @@ from triton.runtime.jit import JITFunction
 from ..configs import SUITES, Case, cases, input_rule
 from ..reference import reference_bwd, reference_fwd
 from ..virtual_npu.driver import run
-from ..virtual_npu.errors import CompileError, VirtualNPUError
+from ..virtual_npu.errors import VirtualNPUError
 from .rows import REPOSITORY, Kept, digest, progress, sources
+from .techniques import SHIPPED, TECHNIQUES, Empty, Like, Technique, Times
 
 RESULTS = REPOSITORY / "results" / "ablation.json"
 COPIES = REPOSITORY / ".cache" / "ablation"
-SHIPPED = "as shipped"
 RIGHT = 2.0**-7  # largest relative L2 error of values that count as right
-SMALL_N, SMALL_D = 1024, 64
 SMALL_CORES = {"forward": 2, "backward": 1}  # few enough that the pipelines run
-
-
-@dataclass(frozen=True)
-class Technique:
-    """A technique and its switch.
-
-    Attributes:
-        suite: "forward" or "backward"; the switch acts on that kernel file.
-        name: short and unique within the suite.
-        off: what the kernel does instead when it is switched off.
-        code: a piece of the kernel file by which a reader finds the technique; it must be there.
-        edits: pairs (text, its replacement); each text must be in the kernel file.
-        settings: by the name of a table of the module, what it gets; see `_set`.
-        replace: module attributes; where one is a function it gives the value from now on.
-        options: compile options of the launches that give them, and their other values; None
-            leaves the option out.
-        causal: another mask for the call.
-        on: "causal" or "full": the cases with that mask only.
-        of: a technique that is switched off too, and whose time this one's is set beside.
-        needs: a piece of the kernel file without which the technique is not there yet.
-    """
-
-    suite: str
-    name: str
-    off: str
-    code: str
-    edits: tuple[tuple[str, str], ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    replace: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    causal: bool | None = None
-    on: str = ""
-    of: str = ""
-    needs: str = ""
-
-    def applies(self, case: Case) -> bool:
-        """Whether the case is one of this technique's."""
-        mask = "causal" if case.causal else "full"
-        return case.suite == self.suite and self.on in ("", mask)
-
-
-_OVERLAP = "overlap of cube and vector cores"
-TECHNIQUES = (
-    Technique("forward", SHIPPED, "", "def attention_fwd("),
-    Technique(
-        "forward",
-        _OVERLAP,
-        "general path: the compiler's split, no overlap across tiles",
-        "def get_path(",
-        replace={"get_path": "general"},
-    ),
-    Technique(
-        "forward",
-        "groups of 1024 keys and more",
-        "groups of 512 keys: more maxima, sums and merges",
-        "largest group of keys",
-        settings={"_PIPELINES": {"KG": 512}, "_LONG_GROUP": {"KG": 512}},
-    ),
-    Technique(
-        "forward",
-        "larger groups of long rows",
-        "the groups of short rows",
-        "_LONG_GROUP",
-        settings={"_LONG_GROUP": {"KG": 1024}},
-    ),
-    Technique(
-        "forward",
-        "256 query rows a block",
-        "blocks of 128 rows (as at D=256): K and V are loaded twice as often",
-        "query rows of an item, as tiles",
-        settings={
-            "_PIPELINES": {
-                (64, False): {"BH": 64},
-                (64, True): {"HALVES": 2},
-                (128, False): {"HALVES": 2},
-                (128, True): {"HALVES": 2, "BH": 64},
-            }
-        },
-    ),
-    Technique(
-        "forward",
-        "several keys in one row of L1",
-        "one key in a row (D=64 without a mask): twice the loads",
-        "def _packed(",
-        settings={"_PIPELINES": {(64, False): {"F": 1}}},
-        on="full",
-    ),
-    Technique(
-        "forward",
-        "scale folded into q",
-        "every score is multiplied",
-        "the vector cores scale q where",
-        settings={"_PIPELINES": {"FOLD": 0}},
-    ),
-    Technique(
-        "forward",
-        "double-buffered scores on the vector cores",
-        "the next rows are loaded after the last ones are done",
-        '_hint(b_s, "hivm.multi_buffer", 2)',
-        edits=(('    _hint(b_s, "hivm.multi_buffer", 2)', "    pass"),),
-        on="full",
-    ),
-    Technique(
-        "forward",
-        "chunks of rows that fill the buffer",
-        "chunks of half as many rows",
-        "rows of a step of the softmax",
-        settings={
-            "_PIPELINES": {
-                (64, False): {"R": 8, "RO": 64},
-                (64, True): {"R": 32, "RO": 64},
-                (128, False): {"R": 8, "RO": 32},
-                (128, True): {"R": 32, "RO": 64},
-                (256, False): {"R": 8, "RO": 32},
-                (256, True): {"R": 32, "RO": 32},
-            }
-        },
-    ),
-    Technique(
-        "forward",
-        "events only where written",
-        "the compiler adds its own cross-core events",
-        "disable_auto_inject_block_sync",
-        options={"disable_auto_inject_block_sync": None},
-    ),
-    Technique(
-        "forward",
-        "older solver of events on the cube core",
-        "the default solver: every product waits for the last one",
-        "sync_solver",
-        options={"sync_solver": None},
-    ),
-    Technique(
-        "forward",
-        "maximum that propagates NaN",
-        "the default maximum: five operations instead of one",
-        "propagate_nan=tl.PropagateNan.ALL",
-        edits=((", propagate_nan=tl.PropagateNan.ALL)", ")"),),
-    ),
-    Technique(
-        "forward",
-        "query blocks up one head and down the next",
-        "up through every head: a short item beside a long one",
-        "def _block(",
-        edits=(("        i_m += t // blocks % 2 * (blocks - 1 - 2 * i_m)", "        i_m += 0"),),
-        on="causal",
-    ),
-    Technique(
-        "forward",
-        "causal skipping",
-        "all groups are computed (timed without a mask)",
-        "A causal item ends with the last keys that its rows see",
-        causal=False,
-        on="causal",
-    ),
-    Technique(
-        "forward",
-        "query-tile-major order",
-        "the tiles of a head one after another",
-        "i_m = t // heads",
-        edits=(
-            ("        i_m = t // heads\n", "        i_m = t % tl.cdiv(SQ, BM)\n"),
-            ("        i_z = (t % heads) // H\n", "        i_z = t // tl.cdiv(SQ, BM) // H\n"),
-            ("        i_h = (t % heads) % H\n", "        i_h = t // tl.cdiv(SQ, BM) % H\n"),
-            ("lse + (t % heads).to(tl.int64)", "lse + (t // tl.cdiv(SQ, BM)).to(tl.int64)"),
-        ),
-        of=_OVERLAP,
-    ),
-    Technique(
-        "forward",
-        "wide key tiles",
-        "key tiles of 128 (64 at D=256)",
-        "_TILES_MASKED = ",
-        settings={
-            "_TILES": {64: (128, 128), 128: (128, 128), 256: (64, 64)},
-            "_TILES_MASKED": {64: (64, 128), 128: (64, 128), 256: (32, 64)},
-        },
-        of=_OVERLAP,
-    ),
-    Technique("backward", SHIPPED, "", "def attention_bwd("),
-    Technique(
-        "backward",
-        _OVERLAP,
-        "general path: three kernels, the compiler's split",
-        "def get_path_bwd(",
-        replace={"get_path_bwd": "general"},
-        needs="def get_path_bwd(",
-    ),
-    Technique(
-        "backward",
-        "chunks of rows that fill the buffer",
-        "vector work in chunks of 32 rows",
-        "_PIPELINES: dict",
-        settings={"_PIPELINES": {"R": 32, "RD": 32}},
-        needs="def get_path_bwd(",
-    ),
-    Technique(
-        "backward",
-        "events only where written",
-        "the compiler adds its own cross-core events",
-        "disable_auto_inject_block_sync",
-        options={"disable_auto_inject_block_sync": None},
-        needs="def get_path_bwd(",
-    ),
-    Technique(
-        "backward",
-        "older solver of events on the cube core",
-        "the default solver: every product waits for the last one",
-        "sync_solver",
-        options={"sync_solver": None},
-        needs="def get_path_bwd(",
-    ),
-    Technique(
-        "backward",
-        "tiles loaded ahead by hand",
-        "the compiler double-buffers",
-        "multibuffer",
-        options={"multibuffer": None},
-        needs="def get_path_bwd(",
-    ),
-    Technique(
-        "backward",
-        "causal skipping",
-        "all tiles are computed (timed without a mask)",
-        "if CAUSAL:",
-        causal=False,
-        on="causal",
-    ),
-    Technique(
-        "backward",
-        "large tiles",
-        "tiles of 64 x 64 (32 x 32 at D=256)",
-        "_TILES_DKDV = ",
-        settings={
-            "_TILES_DKDV": {64: (64, 64), 128: (64, 64), 256: (32, 32)},
-            "_TILES_DQ": {64: (64, 64), 128: (64, 64), 256: (32, 32)},
-        },
-        of=_OVERLAP,
-    ),
-    Technique(
-        "backward",
-        "scale on finished tiles",
-        "each tile of dS is scaled before its product",
-        "(b_dk * scale)",
-        edits=(
-            ("(b_dp - tl.load(p_delta)[:, None])", "(b_dp - tl.load(p_delta)[:, None]) * scale"),
-            ("(b_dp - b_delta[:, None])", "(b_dp - b_delta[:, None]) * scale"),
-            ("(b_dk * scale)", "b_dk"),
-            ("(b_dq * scale)", "b_dq"),
-        ),
-        of=_OVERLAP,
-    ),
-    Technique(
-        "backward",
-        "tile-major order",
-        "the tiles of a head one after another",
-        "col = t // heads * BN",
-        edits=(
-            ("        col = t // heads * BN\n", "        col = t % tl.cdiv(SK, BN) * BN\n"),
-            ("        i_z = t % heads // HK\n", "        i_z = t // tl.cdiv(SK, BN) // HK\n"),
-            ("        i_hk = t % heads % HK\n", "        i_hk = t // tl.cdiv(SK, BN) % HK\n"),
-            ("        row = t // heads * BM\n", "        row = t % tl.cdiv(SQ, BM) * BM\n"),
-            ("        i_head = t % heads\n", "        i_head = t // tl.cdiv(SQ, BM)\n"),
-        ),
-        of=_OVERLAP,
-    ),
-)
+ROW_LIMIT = 300.0  # seconds for one row
 
 
 def source(suite: str) -> str:
@@ -342,6 +82,9 @@ def edited(chosen: Technique) -> str:
     return text
 
 
+_MADE: dict[str, ModuleType] = {}
+
+
 def module(chosen: Technique) -> ModuleType:
     """A copy of the kernel's module with the technique, and that of which it is a part, switched off.
 
@@ -349,7 +92,11 @@ def module(chosen: Technique) -> ModuleType:
         ValueError: as `edited`, or a table or attribute that the module does not have.
     """
     text = edited(chosen)
-    name = f"{chosen.suite}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    parts = (technique(chosen.suite, chosen.of), chosen) if chosen.of else (chosen,)
+    # One module for each technique: Triton keeps what it compiled for the launches of a module.
+    name = f"{chosen.suite}_{digest(text, parts)}"
+    if name in _MADE:
+        return _MADE[name]
     path = COPIES / f"{name}.py"
     if not path.is_file():
         COPIES.mkdir(parents=True, exist_ok=True)
@@ -361,12 +108,12 @@ def module(chosen: Technique) -> ModuleType:
     made = importlib.util.module_from_spec(spec)
     sys.modules[name] = made  # Triton finds the source of a kernel through its module
     spec.loader.exec_module(made)
-    for item in [technique(chosen.suite, chosen.of), chosen] if chosen.of else [chosen]:
+    for item in parts:
         for attribute in (*item.settings, *item.replace):
             if not hasattr(made, attribute):
                 raise ValueError(f"{item.suite}.py must have {attribute!r} for technique {item.name!r}")
         for attribute, value in item.settings.items():
-            setattr(made, attribute, _set(getattr(made, attribute), value))
+            setattr(made, attribute, switched(getattr(made, attribute), value))
         for attribute, value in item.replace.items():
             function = callable(getattr(made, attribute))
             setattr(made, attribute, (lambda *_, _value=value, **__: _value) if function else value)
@@ -374,6 +121,7 @@ def module(chosen: Technique) -> ModuleType:
             for kernel in vars(made).values():
                 if isinstance(kernel, JITFunction):
                     _relaunch(kernel, item.options)
+    _MADE[name] = made
     return made
 
 
@@ -389,18 +137,81 @@ def _relaunch(kernel: Any, options: Mapping[str, Any]) -> None:
     kernel.run = run
 
 
-def _set(table: Mapping[Any, Any], value: Any) -> dict[Any, Any]:
+def switched(table: Mapping[Any, Any], value: Any) -> dict[Any, Any]:
     """A table with other settings: `value` in every entry; or, where it is by key of the table, in
     those entries; or, where it is by setting, in each entry that is a table of settings."""
+    if isinstance(value, Empty):
+        return {key: {} for key in table}
     if not isinstance(value, Mapping):
         return dict.fromkeys(table, value)
     if not all(key in table for key in value):
-        return {key: {**entry, **value} for key, entry in table.items()}
-    merged = {
-        key: {**table[key], **new} if isinstance(new, Mapping) and isinstance(table[key], Mapping) else new
-        for key, new in value.items()
-    }
-    return {**table, **merged}
+        return {key: _entry(table, entry, value) for key, entry in table.items()}
+    return {**table, **{key: _entry(table, table[key], new) for key, new in value.items()}}
+
+
+def _entry(table: Mapping[Any, Any], old: Any, new: Any) -> Any:
+    """An entry of a table of settings, or a setting of an entry, with other values."""
+    if isinstance(new, Like):
+        return {**table[new.key], **{name: old[name] for name in new.but}}
+    if isinstance(new, Times):
+        return max(1, int(old * new.factor))
+    if isinstance(new, Mapping) and isinstance(old, Mapping):
+        kept = {name: value for name, value in new.items() if name in old or not isinstance(value, Times)}
+        return {**old, **{name: _entry(old, old.get(name), value) for name, value in kept.items()}}
+    return new
+
+
+def _used(kernel: ModuleType, case: Case) -> Any:
+    """The settings with which the pipeline of a kernel's module runs a case."""
+    if case.suite == "forward":
+        return kernel._pipeline_settings(case.n, case.d, case.causal)
+    return kernel._PIPELINES.get((case.d, case.causal))
+
+
+def concerns(chosen: Technique, case: Case) -> bool:
+    """Whether the switch changes anything for a case: with the settings of the pipeline only, it
+    does where these are others than those shipped."""
+    if not chosen.applies(case):
+        return False
+    only_settings = not (chosen.edits or chosen.replace or chosen.options or chosen.of)
+    if not only_settings or not {"_PIPELINES", "_LONG_GROUP"} & set(chosen.settings):
+        return True
+    return bool(_used(module(chosen), case) != _used(module(technique(chosen.suite, SHIPPED)), case))
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """An error if the block takes longer.
+
+    Raises:
+        TimeoutError: it did.
+    """
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def told(error: Exception) -> tuple[str, str]:
+    """What a switched-off technique ended with: a short name and the message's telling line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    kind = type(error).__name__
+    if kind.endswith(("CompileError", "CompilationError")):
+        overflows = [line for line in lines if "overflow" in line]
+        text = re.sub(r".*error: ", "", (overflows or lines[-1:])[0])
+        return "does not compile", text[:300]
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = bool(frames) and Path(frames[-1].filename).parent.name == "virtual_npu"
+    if type(error) is VirtualNPUError or (inside and not isinstance(error, VirtualNPUError)):
+        return "not modelled", lines[0][:300]  # the virtual NPU itself gave up
+    return kind, lines[0][:300]
 
 
 def time_case(chosen: Technique, case: Case) -> dict[str, Any]:
@@ -415,52 +226,85 @@ def time_case(chosen: Technique, case: Case) -> dict[str, Any]:
             else:
                 lse = torch.empty(case.z, case.h, case.n)
                 kernel.attention_bwd(x, x, x, x, x, lse, causal, input_rule().sm_scale)
-    except CompileError as error:
-        return {"ms": None, "fault": "does not compile", "detail": str(error).splitlines()[-1][:300]}
-    except (VirtualNPUError, ValueError) as error:  # of the model or of the kernel's own checks
-        return {"ms": None, "fault": type(error).__name__, "detail": str(error).splitlines()[0][:300]}
+    except TimeoutError:
+        raise
+    except Exception as error:  # of the front end, the compiler, the model or the kernel's own checks
+        fault, detail = told(error)
+        return {"ms": None, "fault": fault, "detail": detail}
+    kernels = ", ".join(item.name for item in record.kernels)
+    if chosen.settings and not chosen.of and "_kernel_pipeline" not in kernels and _is_pipelined(case):
+        # It would be the time of other kernels.
+        return {"ms": None, "fault": "beyond the scratch limit", "detail": f"{kernels} instead of the pipeline"}
     return {"ms": round(record.ms, 4), "fault": "", "detail": ""}
 
 
+def _is_pipelined(case: Case) -> bool:
+    """Whether the shipped kernel runs a case as a pipeline."""
+    return bool(_used(module(technique(case.suite, SHIPPED)), case))
+
+
 def check_values(chosen: Technique) -> dict[str, Any]:
-    """Are the values right with the technique switched off? One head, full and causal, hazards checked."""
+    """Are the values right with the technique switched off? One head, full and causal, hazards
+    checked; the largest relative L2 error by deviation of the inputs."""
     if chosen.causal is not None:
         return {"values": "not checked: another mask"}
+    errors: dict[str, float | None] = {}
+    for std in chosen.stds:
+        try:
+            worst = max(_error(chosen, std, causal) for causal in (False, True))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            return {"values": ": ".join(told(error))}
+        errors[f"{std:g}"] = float(f"{worst:.3g}") if worst < float("inf") else None
+    first = errors[f"{chosen.stds[0]:g}"]
+    if first is None or first > RIGHT:
+        return {"values": f"wrong: relative L2 error {first}"}
+    return {"values": "right", "errors": errors}
+
+
+def _error(chosen: Technique, std: float, causal: bool) -> float:
+    """Largest relative L2 error of the results for inputs of a deviation; infinity for NaN."""
     kernel = module(chosen)
     generator = torch.Generator().manual_seed(0)
-    rule = input_rule()
-    shape = (1, 1, SMALL_N, SMALL_D)
-    q, k, v, dout = ((torch.randn(shape, generator=generator) * rule.std).half() for _ in range(4))
-    worst = 0.0
+    scale, (n, d) = input_rule().sm_scale, chosen.small
+    q, k, v = ((torch.randn((1, 1, n, d), generator=generator) * std).half() for _ in range(3))
+    dout = (torch.randn((1, 1, n, d), generator=generator) * input_rule().dout_std).half()
+    out, lse = reference_fwd(q, k, v, causal, scale)
     found: tuple[torch.Tensor, ...]
     exact: tuple[torch.Tensor, ...]
-    for causal in (False, True):
-        out, lse = reference_fwd(q, k, v, causal, rule.sm_scale)
-        out_half = out.half()
-        try:
-            with run("values", hazards=True, cores=SMALL_CORES[chosen.suite]):
-                if chosen.suite == "forward":
-                    found, exact = kernel.attention_fwd(q, k, v, causal, rule.sm_scale)[:1], (out,)
-                else:
-                    found = kernel.attention_bwd(dout, q, k, v, out_half, lse.float(), causal, rule.sm_scale)
-                    exact = reference_bwd(dout, q, k, v, causal, rule.sm_scale, out=out_half)
-        except (VirtualNPUError, ValueError) as error:
-            return {"values": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
-        for a, b in zip(found, exact, strict=True):
-            error_norm = float((a.double() - b).norm() / b.norm())
-            if not error_norm <= RIGHT:
-                return {"values": f"wrong: relative L2 error {error_norm:.2g}"}
-            worst = max(worst, error_norm)
-    return {"values": "right", "error": float(f"{worst:.3g}")}
+    with run("values", hazards=True, cores=SMALL_CORES[chosen.suite]):
+        if chosen.suite == "forward":
+            found, exact = kernel.attention_fwd(q, k, v, causal, scale)[:1], (out,)
+        else:
+            found = kernel.attention_bwd(dout, q, k, v, out.half(), lse.float(), causal, scale)
+            exact = reference_bwd(dout, q, k, v, causal, scale, out=out.half())
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+    return max(error if error == error else float("inf") for error in errors)
 
 
-def work() -> dict[str, tuple[Technique, Case | None]]:
-    """What there is to do, by key; without a case it is the check of the values."""
-    found: dict[str, tuple[Technique, Case | None]] = {}
+@functools.cache
+def gone() -> dict[str, str]:
+    """Techniques whose text or tables are no longer in the kernel file: name to what is missing."""
+    found = {}
     for chosen in (item for suite in SUITES for item in available(suite)):
+        try:
+            module(chosen)
+        except ValueError as error:
+            found[f"{chosen.suite}: {chosen.name}"] = str(error)
+    return found
+
+
+@functools.cache
+def work() -> dict[str, tuple[Technique, Case | None]]:
+    """What there is to do, by key; without a case it is the check of the values. The kernels as
+    shipped come first; techniques that are gone are left out."""
+    found: dict[str, tuple[Technique, Case | None]] = {}
+    items = [item for suite in SUITES for item in available(suite) if f"{item.suite}: {item.name}" not in gone()]
+    for chosen in sorted(items, key=lambda item: item.name != SHIPPED):
         found[f"{chosen.suite}: {chosen.name}: values"] = chosen, None
         for case in cases(chosen.suite):
-            if case.kind == "performance" and case.dtype == "fp16" and chosen.applies(case):
+            if case.kind == "performance" and case.dtype == "fp16" and concerns(chosen, case):
                 found[f"{chosen.suite}: {chosen.name}: {case.name}"] = chosen, case
     return found
 
@@ -475,38 +319,72 @@ def wanted() -> dict[str, str]:
     """Key to digest of every row of results/ablation.json."""
     model = sources()
     return {
-        key: digest(model, edited(chosen), _switches(chosen), chosen.causal, case or SMALL_CORES)
+        key: digest(
+            model, edited(chosen), _switches(chosen), chosen.causal, case or (SMALL_CORES, chosen.small, chosen.stds)
+        )
         for key, (chosen, case) in work().items()
     }
 
 
-def do(key: str) -> dict[str, Any]:
-    """Make the row of a key."""
+def do(key: str, limit: float, end: float) -> dict[str, Any] | None:
+    """Make the row of a key; None after the end of the run (in the clock of `time.time`)."""
+    if time.time() > end:
+        return None
     torch.set_num_threads(1)
     chosen, case = work()[key]
-    row = {"suite": chosen.suite, "technique": chosen.name}
-    return {**row, **(check_values(chosen) if case is None else {"case": case.name, **time_case(chosen, case)})}
+    row: dict[str, Any] = {"suite": chosen.suite, "technique": chosen.name}
+    if case is not None:
+        row["case"] = case.name
+    started = time.time()
+    try:
+        with limited(limit):
+            row |= check_values(chosen) if case is None else time_case(chosen, case)
+    except TimeoutError as error:
+        row |= (
+            {"values": f"timeout: {error}"} if case is None else {"ms": None, "fault": "timeout", "detail": f"{error}"}
+        )
+    return {**row, "seconds": round(time.time() - started, 1)}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Each technique of the kernels switched off alone.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--only", action="append", default=[], help="techniques with this in their name (may repeat)")
+    parser.add_argument("--only", action="append", default=[], help="keys with this in them (may repeat)")
+    parser.add_argument("--limit", type=float, default=ROW_LIMIT, help="seconds for one row")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no row later than this")
+    parser.add_argument("--list", action="store_true", help="print the keys of the rows to make, and no more")
     parser.add_argument("--json", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    for name, reason in gone().items():
+        print(f"left out: {name}: {reason}", file=sys.stderr)
     kept = Kept(arguments.json, wanted())
     missing = [key for key in kept.missing() if not arguments.only or any(word in key for word in arguments.only)]
+    if arguments.list:
+        print("\n".join(missing))
+        return 0
     print(f"{len(kept.rows)} rows kept, {len(missing)} to make", flush=True)
+    end = time.time() + 60 * arguments.minutes
+    left = 0
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        futures = {pool.submit(do, key): key for key in missing}
+        futures = {pool.submit(do, key, arguments.limit, end): key for key in missing}
         for done, future in enumerate(as_completed(futures), 1):
-            key, row = futures[future], future.result()
+            key = futures[future]
+            try:
+                row = future.result()
+            except Exception as error:  # of one row: the others go on
+                row = None
+                print(f"{key}: {type(error).__name__}: {error}", file=sys.stderr)
+            if row is None:
+                left += 1
+                continue
+            seconds = row.pop("seconds")
             kept.add(key, row)
             told = row.get("values") or (f"{row['ms']:.2f} ms, predicted" if row["ms"] else row["fault"])
-            progress(done, len(missing), f"{key}: {told}")
+            progress(done, len(missing), f"{key}: {told} ({seconds:.0f} s)")
     kept.write()
-    print(f"wrote {arguments.json}")
+    print(f"wrote {arguments.json}" + (f"; {left} rows are left for another call" if left else ""))
+    return 1 if left or gone() else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
