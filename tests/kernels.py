@@ -113,3 +113,13 @@ def unsplit_kernel(a, b, out, N: tl.constexpr):
     p_out = tl.make_block_ptr(out, (2 * N,), (1,), (0,), (2 * N,), (0,))
     b_s = tl.dot(tl.load(p_a), tl.load(p_b))
     tl.store(p_out, tl.sum(tl.reshape(b_s, (2 * N, N // 2)), 1))
+
+
+@triton.jit
+def halves_kernel(x, out, TILES, BLOCK: tl.constexpr):
+    """Reads every half block of x twice: as the second half of a block and the first of the next."""
+    for t in range(tl.program_id(0), TILES, tl.num_programs(0)):
+        p_first = tl.make_block_ptr(x, (TILES * BLOCK + BLOCK,), (1,), (t * BLOCK,), (BLOCK,), (0,))
+        p_second = tl.make_block_ptr(x, (TILES * BLOCK + BLOCK,), (1,), (t * BLOCK + BLOCK // 2,), (BLOCK,), (0,))
+        p_out = tl.make_block_ptr(out, (BLOCK,), (1,), (0,), (BLOCK,), (0,))
+        tl.store(p_out, tl.load(p_first) + tl.load(p_second))

@@ -206,3 +206,16 @@ def test_cube_utilisation_is_a_share() -> None:
         kernels.matmul_kernel[(20,)](a, a, a, 4096, 4096, 4096, 128, 256, 64, tl.float16)
     assert record.cube_utilisation is not None
     assert 0.2 < record.cube_utilisation < 1.0
+
+
+def test_a_program_that_reads_its_tiles_twice_finds_them_in_l2() -> None:
+    """A loop over tiles without a loop inside was walked as if each of its loads ran through one
+    stretch of memory before the next load started: here 1.5 % of the reads came from HBM instead
+    of half, in the D=256 causal backward 79 % of q instead of 11 %."""
+    block = 16384
+    tiles = 256 * 1024 * 1024 // (2 * block)  # 256 MiB of fp16, more than L2 holds
+    x, out = torch.empty((tiles + 1) * block, dtype=torch.float16), torch.empty(block, dtype=torch.float16)
+    with virtual_npu.run("timing") as record:
+        kernels.halves_kernel[(40,)](x, out, tiles, block)
+    (share,) = record.kernels[0].report["hbm_share"].values()  # of the only tensor that is read
+    assert share == pytest.approx(0.5, abs=0.02)

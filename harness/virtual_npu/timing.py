@@ -717,7 +717,9 @@ class FootprintLowering(CountingLowering):
     """Walks a program once and notes which bytes of which argument it touches, in order.
 
     An innermost loop runs its first iteration only; what it touches there stands for
-    `trips` windows one after another (block pointers advance through a tensor in order).
+    `trips` windows one after another (block pointers advance through a tensor in order). A
+    loop over a program's tiles or heads, at the top of the function, runs whole: what one
+    iteration reads again, the next one does not.
     The result feeds the L2 model, not the times.
     """
 
@@ -810,8 +812,9 @@ class FootprintLowering(CountingLowering):
 
     def _for(self, op: Op, indent: int) -> None:
         body = op.regions[0]
+        nested = any(inner.regions for inner in body.ops)
         # A loop that touches nothing may count the trips of a later one: it runs whole.
-        if any(inner.regions for inner in body.ops) or not any(inner.name in _GM_SIDE for inner in body.ops):
+        if nested or op in self.function.body.ops or not any(inner.name in _GM_SIDE for inner in body.ops):
             TimingLowering._for(self, op, indent)
             return
         lower, upper, step = (self.ref(operand) for operand in op.operands[:3])
