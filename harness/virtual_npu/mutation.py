@@ -20,6 +20,7 @@ from . import redundancy
 from .errors import VirtualNPUError
 from .hivm import Function, Op, Region, Value
 from .launch import Launch
+from .ops_cube import sync_arguments
 from .program import Program
 from .values import SYNC as SYNCS
 from .values import compile_values
@@ -105,7 +106,8 @@ def syncs(program: Program) -> list[Sync]:
             if op.name in SYNCS:
                 found.append(Sync(core, op))
             elif op.name == MACRO:
-                found += [Sync(core, op, i) for i in MACRO_FLAGS if op.operands[i] not in none]
+                present = {7 + i: value for i, value in enumerate(sync_arguments(op))}
+                found += [Sync(core, op, i) for i in MACRO_FLAGS if i in present and present[i] not in none]
     return found
 
 

@@ -3,6 +3,7 @@ L0B in k parts (pipe MTE1) and multiplies (pipe M); see `k_parts` for its loop."
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,23 @@ def k_parts(m0: int, n0: int, k: int, itemsize: int) -> tuple[list[int], bool]:
     if part == 0:
         raise UnknownOpError(f"a matrix of {m0} rows and {n0} columns does not fit L0")
     return [min(part, k - start) for start in range(0, k, part)], double
+
+
+SYNC_ARGUMENTS = 7  # waits for A and B, sets after A and B, loop parity, two M->MTE1 events
+
+
+def sync_arguments(op: Op) -> list[Value]:
+    """The macro's synchronisation operands: all of them, or none, which stands for -1 in each place
+    (AscendNPU-IR, lib/Conversion/HIVMToStandard/HIVMToStandard.cpp, genAdditionalFunctionArgs)."""
+    found = op.segments()[7]
+    if len(found) not in (0, SYNC_ARGUMENTS):
+        raise UnknownOpError(f"{op}: {len(found)} synchronisation operands instead of {SYNC_ARGUMENTS} or none")
+    return found
+
+
+def sync_texts(op: Op, ref: Callable[[Value], str]) -> list[str]:
+    """Their texts, "-1" for what is absent."""
+    return [ref(value) for value in sync_arguments(op)] or ["-1"] * SYNC_ARGUMENTS
 
 
 def itemsize(value: Value) -> int:

@@ -25,6 +25,7 @@ from .hivm import DYNAMIC, Function, MemRef, Op, Region, Value
 from .lower import AFFINE, Lowering, is_pure, mixed
 from .memory import DTYPES
 from .ops import lookup
+from .ops_cube import sync_arguments, sync_texts
 from .program import Program
 from .scalars import HELPERS
 from .values import BLOCK_FLAGS, EVENTS, FLAGS, PAIR, block_flag_text, event_text, flag_base, pipe_name
@@ -128,7 +129,7 @@ class TimingLowering(Lowering):
                     yield op.operands[0]
             elif op.name == "hivm.hir.mmadL1":
                 yield from op.operands[3:6]
-                yield from op.operands[7:14]
+                yield from sync_arguments(op)
             elif not is_pure(op) and op.name.startswith("hivm.hir.") and op.results == []:
                 for operand in op.operands:
                     if isinstance(operand.type, MemRef):
@@ -460,7 +461,7 @@ class TimingLowering(Lowering):
         tiles = [self._sizes(op, position) for position in (0, 1, 6)]
         sizes = texts[3:6]
         dynamic = not all(t.lstrip("-").isdigit() for t in sizes) or not all(fixed for _, fixed in tiles)
-        sync = texts[7:14]
+        sync = sync_texts(op, self.ref)
         size = DTYPES[a.dtype].itemsize
         if dynamic:
             self._mmad_dynamic(op, indent, sizes, sync, size)

@@ -34,6 +34,7 @@ from .memory import (
     subview,
 )
 from .ops import PIPES, lookup
+from .ops_cube import sync_texts
 from .scalars import HELPERS
 from .split import STORE
 
@@ -206,8 +207,8 @@ class ValueLowering(Lowering):
     def _mmad(self, op: Op, operands: list[str], indent: int) -> None:
         """The macro raises flags inside itself (its trailing operands: waits for A and B,
         sets for A and B, loop parity, two M->MTE1 events). Those that come in pairs inside
-        the macro cancel; -1 stands for none."""
-        sync = operands[7:14]
+        the macro cancel; -1 stands for none. Without these operands it drains L0 itself."""
+        sync = sync_texts(op, self.ref)
         waits, sets, backs = sync[0:2], sync[2:4], sync[5:7]
         forward, backward = PAIR["MTE2", "MTE1"], PAIR["MTE1", "MTE2"]
         bases = f"{forward}, {backward}, {PAIR['M', 'MTE1']}"
@@ -217,7 +218,7 @@ class ValueLowering(Lowering):
         for event in backs:
             if event != "-1":
                 self.emit(indent, f"core.macro_present({PAIR['M', 'MTE1']}, {event})", op)
-        self.track(indent, f"mmad(ops[{op.number}], ({', '.join(operands)},), {bases})", op)
+        self.track(indent, f"mmad(ops[{op.number}], ({', '.join([*operands[:7], *sync])},), {bases})", op)
         self.emit(indent, f"k{op.number}({', '.join(operands)})", op)
         for event in sets:
             if event != "-1":
