@@ -155,9 +155,10 @@ class Evaluator:
                 result = dataclasses.replace(result, status=Status.RUNTIME_ERROR, message=text)
         return dataclasses.replace(result, seconds=time.monotonic() - start)
 
-    def _ask(self, child: Child, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, child: Child, request: dict[str, Any], calls: int = 1) -> dict[str, Any]:
+        """The child's answer; `calls` long calls in it have their limit each."""
         try:
-            answer = child.request(request, self.settings.seconds)
+            answer = child.request(request, self.settings.seconds * calls)
         except ChildTimeout as error:
             raise _Fault(Status.TIMEOUT, str(error)) from None
         except ChildCrash as error:
@@ -222,7 +223,7 @@ class Evaluator:
             torch.save({name: x.cpu() for name, x in inputs.items()}, files["inputs"])
             request = {**self._request("values", case), **files, "expected": form, "cores": _cores(z * h)}
             request["twice"] = self._repeated(case, z, h) if part == 0 else None
-            answer = self._ask(self.child, request)
+            answer = self._ask(self.child, request, calls=2 if self._costly(case, z, h) else 1)
             wrong = form_fault(case, z, h, answer["returned"])
             if wrong is not None:
                 return wrong
@@ -239,13 +240,14 @@ class Evaluator:
             return Verdict(Status.RUNTIME_ERROR, "no Triton kernel was launched", verdict.measures)
         return verdict
 
-    def _repeated(self, case: Case, z: int, h: int) -> tuple[int, int] | None:
+    def _costly(self, case: Case, z: int, h: int) -> bool:
+        """Whether the values of so many heads take long."""
+        return self.settings.device == "virtual" and z * h * work_of_head(case) > self.settings.work / 4
+
+    def _repeated(self, case: Case, z: int, h: int) -> tuple[int, int]:
         """Of how many batches and heads the outputs of two calls are compared: all of them where
-        that is cheap, else one, or none where even one is not."""
-        work = self.settings.work
-        if self.settings.device != "virtual" or z * h * work_of_head(case) <= work / 4:
-            return z, h
-        return (1, 1) if 2 * work_of_head(case) <= work / 3 else None
+        that is cheap, else one."""
+        return (1, 1) if self._costly(case, z, h) else (z, h)
 
     def _second_opinions(self, case: Case, inputs: dict[str, torch.Tensor]) -> Iterator[str]:
         """What plain fp32 attention on the device and the vendor's operator make of the inputs,

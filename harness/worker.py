@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from .measured import TimedCall
 
 MESSAGE_LIMIT = 4000
@@ -164,7 +166,7 @@ class Worker:
                 both.append(self.device.values(call, part, cores)[0])
         repeats = not both or (
             _describe_returned(both[0]) == _describe_returned(both[1])
-            and all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*both, strict=True))
+            and all(same_bits(a, b) for a, b in zip(*both, strict=True))
         )
         return {"returned": described, "kernels": kernels, "repeats": repeats}
 
@@ -210,6 +212,14 @@ class Worker:
         outputs = self.timed.pop(request["key"]).outputs()
         torch.save(outputs, request["outputs"])
         return {"returned": [_describe_returned(one) for one in outputs]}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits; -0 is not 0, a NaN is itself."""
+    import torch
+
+    first, second = (x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(first, second)
 
 
 def _shapes(request: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
