@@ -116,7 +116,7 @@ def test_a_mutant_that_does_not_end_counts_as_noticed(matmul, monkeypatch) -> No
     monkeypatch.setattr(redundancy, "record", lambda launch: [])
     some = mutation.mutants(matmul.program)
     one = next(some)
-    monkeypatch.setattr(mutation, "mutants", lambda program: iter([one]))
+    monkeypatch.setattr(mutation, "mutants", lambda program, part, of: iter([one]))
     (outcome,) = mutation.survey([matmul], seconds=0.2)
     some.close()
     assert outcome.noticed
@@ -137,10 +137,15 @@ def _op(number: int, pipe: str = "PIPE_V") -> Op:
     return Op("hivm.hir.pipe_barrier", [], [], {"pipe": pipe}, [], "k.py:1", number)
 
 
-def argument(entries: list[Touch | Flag | Cross | Mark], pipe: str = "PIPE_V") -> str | None:
+def evidence(entries: list[Touch | Flag | Cross | Mark], pipe: str = "PIPE_V") -> redundancy.Evidence | None:
     ops = [_op(BARRIER.number, pipe), _op(OTHER.number)]
     function = Function("f", "AIV", False, [], [], Body([], ops))
     return redundancy.argument([Log(entries)], {"AIV": function}, ops[0])
+
+
+def argument(entries: list[Touch | Flag | Cross | Mark], pipe: str = "PIPE_V") -> str | None:
+    found = evidence(entries, pipe)
+    return None if found is None else found.text
 
 
 W, R = touch(0, 64, write=True), touch(32, 96, write=False)
@@ -204,6 +209,24 @@ def test_a_round_trip_through_the_cube_core_orders_a_pair() -> None:
     assert argument([W, BARRIER, *out, *other, R]) is None
 
 
+def test_the_reason_is_where_the_compiler_makes_such_a_barrier() -> None:
+    def reason(*entries: Touch | Flag | Cross | Mark, pipe: str = "PIPE_V") -> str:
+        found = evidence(list(entries), pipe)
+        assert found is not None and found.reason in redundancy.REASONS
+        return found.reason
+
+    far = touch(128, 160, write=True)
+    assert reason(W, BARRIER, far) == "one buffer"
+    assert reason(W, BARRIER, OTHER, R) == "another barrier"
+    tensor = [Touch(V, next(numbers), _op(9), 1, Region(low, low + 64, (low, 64, ())), True, "gm") for low in (0, 64)]
+    assert reason(tensor[0], BARRIER, tensor[1]) == "one tensor"
+    trip = [
+        Flag(V, 0, set=True), Flag(MTE3, 0, set=False), Flag(MTE3, 1, set=True), Flag(V, 1, set=False)
+    ]  # fmt: skip
+    assert reason(W, BARRIER, *trip, R) == "flags"
+    assert reason(W, BARRIER, pipe="PIPE_ALL") == "end"
+
+
 def test_the_last_barrier_of_all_pipes() -> None:
     assert argument([W, BARRIER], "PIPE_ALL") is not None
     assert argument([W, BARRIER, touch(512, 544, write=False)], "PIPE_ALL") is None
@@ -237,7 +260,9 @@ def test_launches_of_different_programs_are_refused(matmul, handover) -> None:
 
 
 def _row(deleted: int, noticed: int, proven: int) -> dict[str, Any]:
-    return {"deleted": deleted, "noticed": noticed, "proven": proven, "not_reached": 0, "argued": []}
+    reasons = {"one tensor": proven} if proven else {}
+    row = {"deleted": deleted, "noticed": noticed, "proven": proven, "not_reached": 0}
+    return {**row, "reasons": reasons, "argued": []}
 
 
 def test_both_shares_are_stated() -> None:
@@ -246,6 +271,46 @@ def test_both_shares_are_stated() -> None:
     assert result["share"] == 0.8 and result["share_of_needed"] == 0.9412
     assert result["groups"]["textbook"]["deleted"] == 20
     assert result["groups"]["forward"]["share"] is None
+
+
+def test_a_share_that_the_compiler_bounds_says_so() -> None:
+    """Barriers that order nothing cannot be noticed: 98 of 120 is all that there is, 19 below 97 %."""
+    row = surveys.totals({"a": _row(120, 98, 22)})
+    text = surveys.shortfall(row)
+    assert text.startswith("19 short of 97% of all; at most 81.7% can be noticed")
+    assert "22 barriers that order nothing (22 one tensor)" in text
+    assert surveys.shortfall(surveys.totals({"a": _row(100, 97, 3)})) == ""
+
+
+def test_parts_of_a_survey_are_the_whole(matmul) -> None:
+    whole = mutation.survey([matmul])
+    parts = [{"a: k": {"shapes": [], "outcomes": mutation.survey([matmul], part=part, of=3)}} for part in (2, 0, 1)]
+    assert sorted((o for part in parts for o in part["a: k"]["outcomes"]), key=lambda o: o.index) == whole
+    (row,) = surveys.joined(parts).values()
+    assert row["deleted"] == len(whole)
+    assert [item["argument"] for item in row["argued"]] == [o.argument for o in whole if not o.noticed]
+    assert sum(row["reasons"].values()) == row["proven"]
+
+
+@pytest.mark.parametrize("suite", ["forward", "backward"])
+def test_every_official_pipeline_has_a_subject(suite) -> None:
+    """Other settings compile to other programs; the survey had three of the forward's."""
+    import backward
+    import forward
+    from harness.configs import cases
+
+    def settings(n: int, d: int, causal: bool):
+        if suite == "backward":
+            return backward._PIPELINES[d, causal], n
+        found = forward._pipeline_settings(n, d, causal)
+        return found, min(3, -(-n // found["KG"]))  # groups: one, two, more
+
+    names = [name for name in surveys.SUBJECTS if name.startswith(f"{suite} pipeline")]
+    shapes = [shape for name in names for shape in surveys.SUBJECTS[name].shapes]
+    surveyed = [settings(shape.n, shape.d, shape.causal) for shape in shapes]
+    for case in cases(suite):
+        if case.kind == "performance":
+            assert settings(case.n, case.d, case.causal) in surveyed, case.name
 
 
 def test_a_survey_of_other_sources_is_repeated(tmp_path) -> None:

@@ -1,9 +1,12 @@
 """`python -m harness.studies.surveys`: the mutation test of the shipped kernels.
 
-For the forward (both paths), the backward and the textbook kernels, on small shapes in
-which each program steps over several heads, every synchronisation of each compiled program
-is deleted in turn. Writes results/mutation.json: for each kernel how many were deleted, how
-many noticed, and each that was not with the argument why it is redundant. The file is
+For the forward and the backward (both paths, the pipelines with the settings of the official
+cases) and the textbook kernels, on small shapes in which each program steps over several items,
+every synchronisation of each compiled program is deleted in turn. Writes results/mutation.json:
+for each kernel how many were deleted, how many noticed, and each that was not with the argument
+why it is redundant and the place in the compiler that such ones come from. Two shares are stated:
+of all deletions, and of those that the log of a run does not prove redundant; no check can notice
+the others, so where they are many, the first share has a bound, which is printed. The file is
 written after each subject; subjects that are in it, of the same sources, are not repeated.
 """
 
@@ -11,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -25,7 +30,8 @@ import torch
 from ..results import write_json
 from ..virtual_npu.driver import run
 from ..virtual_npu.launch import Launch
-from ..virtual_npu.mutation import NOT_REACHED, survey
+from ..virtual_npu.mutation import NOT_REACHED, Outcome, survey
+from ..virtual_npu.redundancy import REASONS
 from .sources import KERNELS, MACHINE, fingerprint
 
 SCALE = 0.5
@@ -80,67 +86,114 @@ class Subject:
     Attributes:
         call: runs the kernels on a shape.
         shapes: the shapes.
-        beyond: a subject whose kernels are left out here, by name: a path of its own appears
-            as soon as these shapes take one.
+        kernels: a part of the names of those that are meant; a shape that takes others (an older
+            or newer compiler, other settings) leaves the subject empty.
+        cores: of the virtual NPU; each program of the grid must step over several heads or tiles.
+        parts: of its mutants, for processes to share.
     """
 
     call: Callable[[Shape], None]
     shapes: tuple[Shape, ...]
-    beyond: str | None = None
+    kernels: str = ""
+    cores: int = CORES
+    parts: int = 1
 
 
+def _pipeline(call: Callable[[Shape], None], parts: int, *shapes: Shape) -> Subject:
+    """One core steps over all items: half the work of two cores, the same hand-overs."""
+    return Subject(call, shapes, "pipeline", 1, parts)
+
+
+# With the settings of the official cases, on as few heads and keys as give each program several
+# items (two heads, or one long one). P6's settings are those of any number of groups above two.
 SUBJECTS: dict[str, Subject] = {
-    "forward general": Subject(_forward, (Shape(512, 32, True, 3),)),
-    "forward general full": Subject(_forward, (Shape(320, 128, False, 3),)),
-    "forward pipeline": Subject(_forward, (Shape(3072, 64, True, 1),), "forward general"),
-    "forward pipeline full": Subject(_forward, (Shape(3072, 256, False, 1),), "forward general full"),
-    "forward pipeline short": Subject(_forward, (Shape(1024, 128, False, 1),), "forward general full"),
-    "backward": Subject(_backward, (Shape(256, 64, True, 3),)),
-    "backward full": Subject(_backward, (Shape(256, 128, False, 3),)),
-    "backward pipeline": Subject(_backward, (Shape(1024, 64, True, 6),), "backward"),
-    "backward pipeline full": Subject(_backward, (Shape(1024, 128, False, 6),), "backward full"),
+    "forward general": Subject(_forward, (Shape(512, 32, True, 3),), "general"),
+    "forward general full": Subject(_forward, (Shape(320, 128, False, 3),), "general"),
+    "forward pipeline P1": _pipeline(_forward, 2, Shape(1024, 128, True, 2)),
+    "forward pipeline P2": _pipeline(_forward, 2, Shape(1024, 256, True, 2)),
+    "forward pipeline P3": _pipeline(_forward, 2, Shape(2048, 128, True, 1)),
+    "forward pipeline P4": _pipeline(_forward, 2, Shape(2048, 256, False, 1)),
+    "forward pipeline P5": _pipeline(_forward, 4, Shape(4096, 128, False, 1)),
+    "forward pipeline P6": _pipeline(_forward, 4, Shape(6144, 64, False, 1)),
+    "forward pipeline F12": _pipeline(_forward, 1, Shape(1024, 64, False, 2)),
+    "forward pipeline F13": _pipeline(_forward, 1, Shape(1024, 64, True, 2)),
+    "backward general": Subject(_backward, (Shape(256, 64, True, 3),)),
+    "backward general full": Subject(_backward, (Shape(256, 128, False, 3),)),
+    "backward pipeline C1": _pipeline(_backward, 8, Shape(1024, 64, False, 2)),
+    "backward pipeline C2": _pipeline(_backward, 8, Shape(1024, 128, False, 2)),
+    "backward pipeline C3": _pipeline(_backward, 8, Shape(1024, 256, False, 2)),
+    "backward pipeline C4": _pipeline(_backward, 8, Shape(1024, 64, True, 2)),
+    "backward pipeline C5": _pipeline(_backward, 8, Shape(1024, 128, True, 2)),
+    "backward pipeline C6": _pipeline(_backward, 8, Shape(1024, 256, True, 2)),
     "textbook": Subject(_textbook, (Shape(256, 64, True, 3),)),
+    "textbook full": Subject(_textbook, (Shape(256, 128, False, 3),)),
+    "textbook wide": Subject(_textbook, (Shape(256, 256, False, 3),)),
+    "textbook wide causal": Subject(_textbook, (Shape(256, 256, True, 3),)),
 }
 
 
-def _captured(call: Callable[[Shape], None], shapes: Iterable[Shape], release: str) -> list[tuple[Launch, Shape]]:
+def _captured(subject: Subject, release: str) -> list[tuple[Launch, Shape]]:
+    """The launches of a subject's kernels, with their shapes."""
     found: list[tuple[Launch, Shape]] = []
-    for shape in shapes:
+    for shape in subject.shapes:
         captured: list[Launch] = []
-        with run("values", hazards=True, cores=CORES, release=release, capture=captured):
-            call(shape)
-        found += [(launch, shape) for launch in captured]
+        with run("values", hazards=True, cores=subject.cores, release=release, capture=captured):
+            subject.call(shape)
+        found += [(launch, shape) for launch in captured if subject.kernels in launch.program.name]
     return found
 
 
-def survey_subject(name: str, release: str) -> dict[str, dict[str, Any]]:
-    """The surveys of all kernels that a subject launches, by "subject: kernel"."""
+def survey_part(name: str, release: str, part: int) -> dict[str, dict[str, Any]]:
+    """A part of the mutants of all kernels that a subject launches, by "subject: kernel"."""
     subject = SUBJECTS[name]
-    captured = _captured(subject.call, subject.shapes, release)
-    if subject.beyond is not None:
-        other = SUBJECTS[subject.beyond]
-        known = {launch.program.name for launch, _ in _captured(other.call, other.shapes, release)}
-        captured = [(launch, shape) for launch, shape in captured if launch.program.name not in known]
     programs: dict[str, list[tuple[Launch, Shape]]] = {}
-    for launch, shape in captured:
+    for launch, shape in _captured(subject, release):
         programs.setdefault(launch.program.key, []).append((launch, shape))
     found: dict[str, dict[str, Any]] = {}
     for launches in programs.values():
-        outcomes = survey([launch for launch, _ in launches])
+        outcomes = survey([launch for launch, _ in launches], part=part, of=subject.parts)
         key = f"{name}: {launches[0][0].program.name}"
         found[key if key not in found else f"{key} ({len(found) + 1})"] = {
             "shapes": [asdict(shape) for shape in dict.fromkeys(shape for _, shape in launches)],
-            "deleted": len(outcomes),
-            "noticed": sum(outcome.noticed for outcome in outcomes),
-            "proven": sum(outcome.proven for outcome in outcomes),
-            "not_reached": sum(outcome.argument == NOT_REACHED for outcome in outcomes),
-            "argued": [
-                {"core": o.core, "op": o.op, "detail": o.detail, "argument": o.argument, "proven": o.proven}
-                for o in outcomes
-                if not o.noticed
-            ],
+            "outcomes": outcomes,
         }
     return found
+
+
+def joined(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The rows of a subject's kernels from its parts."""
+    shapes: dict[str, Any] = {}
+    outcomes: dict[str, list[Outcome]] = {}
+    for part in parts:
+        for key, row in part.items():
+            shapes[key] = row["shapes"]
+            outcomes.setdefault(key, []).extend(row["outcomes"])
+    return {
+        key: _row(shapes[key], sorted(outcomes[key], key=lambda outcome: outcome.index)) for key in sorted(outcomes)
+    }
+
+
+def _row(shapes: Any, outcomes: list[Outcome]) -> dict[str, Any]:
+    unnoticed = [outcome for outcome in outcomes if not outcome.noticed]
+    return {
+        "shapes": shapes,
+        "deleted": len(outcomes),
+        "noticed": len(outcomes) - len(unnoticed),
+        "proven": sum(outcome.proven for outcome in unnoticed),
+        "not_reached": sum(outcome.argument == NOT_REACHED for outcome in unnoticed),
+        "reasons": dict(Counter(outcome.reason for outcome in unnoticed if outcome.proven)),
+        "argued": [
+            {
+                "core": o.core,
+                "op": o.op,
+                "detail": o.detail,
+                "argument": o.argument,
+                "reason": o.reason,
+                "proven": o.proven,
+            }
+            for o in unnoticed
+        ],
+    }
 
 
 def totals(kernels: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -149,6 +202,7 @@ def totals(kernels: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         key: sum(row[key] for row in kernels.values()) for key in ("deleted", "noticed", "proven", "not_reached")
     }
     sums["share"] = round(sums["noticed"] / sums["deleted"], 4) if sums["deleted"] else None
+    sums["reasons"] = dict(sum((Counter(row["reasons"]) for row in kernels.values()), Counter()))
     needed = sums["deleted"] - sums["proven"]
     sums["share_of_needed"] = round(sums["noticed"] / needed, 4) if needed else None
     return sums
@@ -161,7 +215,8 @@ def result_of(release: str, subjects: Mapping[str, Mapping[str, Any]]) -> dict[s
         group: totals({key: row for key, row in kernels.items() if key.startswith(group)})
         for group in ("forward", "backward", "textbook")
     }
-    return {"release": release, **totals(kernels), "groups": groups, "kernels": kernels, "subjects": subjects}
+    head = {"release": release, **totals(kernels), "sources_of_redundancy": REASONS}
+    return {**head, "groups": groups, "kernels": kernels, "subjects": subjects}
 
 
 def _earlier(path: Path, release: str, mark: str) -> dict[str, dict[str, Any]]:
@@ -175,12 +230,26 @@ def _earlier(path: Path, release: str, mark: str) -> dict[str, dict[str, Any]]:
     return {name: row for name, row in subjects.items() if name in SUBJECTS and row["sources"] == mark}
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print shares and what went unnoticed."""
+def shortfall(row: Mapping[str, Any], wanted: float = WANTED) -> str:
+    """What keeps the share of all deletions below the one wanted: "" if nothing does."""
+    lacking = math.ceil(wanted * row["deleted"]) - row["noticed"]
+    if lacking <= 0:
+        return ""
+    most = (row["deleted"] - row["proven"]) / row["deleted"]
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(row["reasons"].items(), key=lambda x: -x[1]))
+    return (
+        f"{lacking} short of {wanted:.0%} of all; at most {most:.1%} can be noticed, since the compiler makes "
+        f"{row['proven']} barriers that order nothing ({reasons})"
+    )
+
+
+def show(result: Mapping[str, Any], *, listed: bool) -> None:
+    """Print shares, and what went unnoticed (`listed`: each, else only what has no proof)."""
     for kernel, row in result["kernels"].items():
         print(f"{kernel}: {row['noticed']} of {row['deleted']} deletions noticed, {row['proven']} proven redundant")
         for item in row["argued"]:
-            print(f"  not noticed: {item['core']} {item['op']} ({item['detail']}): {item['argument']}")
+            if listed or not item["proven"]:
+                print(f"  not noticed: {item['core']} {item['op']} ({item['detail']}): {item['argument']}")
     for name, row in (*result["groups"].items(), ("all kernels", result)):
         if not row["deleted"]:
             continue
@@ -190,6 +259,14 @@ def show(result: Mapping[str, Any]) -> None:
             f"{row['proven']} proven redundant by the log of a run, {row['not_reached']} never reached, "
             f"{rest} without evidence; of those not proven redundant {row['share_of_needed']:.1%} noticed"
         )
+        if text := shortfall(row):
+            print(f"  {text}")
+    for reason in result["reasons"]:
+        print(f"{reason}: {REASONS[reason]}")
+
+
+def _parts(name: str) -> int:
+    return SUBJECTS[name].parts
 
 
 def main() -> None:
@@ -197,6 +274,7 @@ def main() -> None:
     parser.add_argument("--release", default="1.1.0", help="bishengir release")
     parser.add_argument("--subject", choices=sorted(SUBJECTS), action="append", help="these only (may repeat)")
     parser.add_argument("--fresh", action="store_true", help="also those that the file has")
+    parser.add_argument("--list", action="store_true", help="print each unnoticed deletion with its argument")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", type=Path, default=Path("results/mutation.json"))
     arguments = parser.parse_args()
@@ -204,19 +282,25 @@ def main() -> None:
     earlier = _earlier(arguments.json, arguments.release, mark)
     names = [name for name in arguments.subject or SUBJECTS if arguments.fresh or name not in earlier]
     start = time.monotonic()
+    parts: dict[str, list[dict[str, dict[str, Any]]]] = {name: [] for name in names}
+    # The longest first, so that no process is left alone at the end.
+    work = [(name, part) for name in sorted(names, key=lambda n: -SUBJECTS[n].parts) for part in range(_parts(name))]
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        futures = {pool.submit(survey_subject, name, arguments.release): name for name in names}
+        futures = {pool.submit(survey_part, name, arguments.release, part): name for name, part in work}
         for done, future in enumerate(as_completed(futures), 1):
             name = futures[future]
-            kernels = future.result()
+            parts[name].append(future.result())
+            if len(parts[name]) < _parts(name):
+                continue
+            kernels = joined(parts[name])
             earlier[name] = {"sources": mark, "kernels": kernels}
             write_json(arguments.json, result_of(arguments.release, earlier))
             sums = totals(kernels)
             found = f"{sums['noticed']} of {sums['deleted']} noticed" if kernels else "no kernel of its own"
-            print(f"[{done}/{len(names)}] {name}: {found}; {time.monotonic() - start:.0f} s", flush=True)
+            print(f"[{done}/{len(work)}] {name}: {found}; {time.monotonic() - start:.0f} s", flush=True)
     result = result_of(arguments.release, earlier)
     write_json(arguments.json, result)
-    show(result)
+    show(result, listed=arguments.list)
     print(f"wrote {arguments.json}")
     if result["deleted"] and result["noticed"] < WANTED * result["deleted"]:
         sys.exit(f"less than {WANTED:.0%} of the deletions were noticed")

@@ -63,6 +63,7 @@ class Mutant:
 
     sync: Sync
     program: Program
+    index: int
 
 
 @dataclass
@@ -78,6 +79,8 @@ class Outcome:
         argument: for an unnoticed one, why it changes nothing.
         proven: the argument rests on the log of the run (`redundancy`), not on the
             happens-before check alone, and the op was reached.
+        reason: for a proven one, which of `redundancy.REASONS` it is.
+        index: its place among the program's synchronisations.
     """
 
     core: str
@@ -87,6 +90,8 @@ class Outcome:
     error: str = ""
     argument: str = ""
     proven: bool = False
+    reason: str = ""
+    index: int = 0
 
 
 def _region_of(region: Region, op: Op) -> Region | None:
@@ -135,20 +140,21 @@ def _without(function: Function, sync: Sync) -> Iterator[None]:
         op.operands[operand] = before
 
 
-def mutants(program: Program) -> Iterator[Mutant]:
-    """One program (to run with hazards) for each synchronisation that can be left out.
+def mutants(program: Program, part: int = 0, of: int = 1) -> Iterator[Mutant]:
+    """One program (to run with hazards) for each synchronisation that can be left out, or for
+    every `of`-th of them from number `part` on.
 
     The mutants share the parsed module, from which the synchronisation is absent until the
     next one is asked for.
     """
     hazards = program.hazards  # compiled before anything is left out
-    for sync in syncs(program):
+    for index, sync in list(enumerate(syncs(program)))[part::of]:
         function = program.functions[sync.core]
         with _without(function, sync):
             mutant = Program(program.name, program.text)
             mutant.__dict__["module"] = program.module
             mutant.__dict__["hazards"] = {**hazards, sync.core: compile_values(function, hazards=True)}
-            yield Mutant(sync, mutant)
+            yield Mutant(sync, mutant, index)
 
 
 @contextlib.contextmanager
@@ -201,13 +207,16 @@ def survey(
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     seconds: float = SECONDS,
+    part: int = 0,
+    of: int = 1,
 ) -> list[Outcome]:
-    """Run every mutant of a program, hazards on, in each launch until it is noticed.
+    """Run the mutants of a program, hazards on, in each launch until it is noticed.
 
     Args:
         launches: of one program, from `run("values", hazards=True, capture=[...])`.
         progress: called with the number of mutants done and their total.
         seconds: limit for one run of a mutant.
+        part, of: every `of`-th mutant from number `part` on; several processes share a survey so.
 
     Returns:
         One outcome for each synchronisation; unnoticed ones with an argument.
@@ -219,12 +228,12 @@ def survey(
         raise ValueError(f"launches must be some of one program, got {len(launches)} of others")
     program = launches[0].program
     runners = [_Runner(launch, seconds) for launch in launches]
-    total = len(syncs(program))
+    total = len(range(part, len(syncs(program)), of))
     outcomes: list[Outcome] = []
     unnoticed: list[tuple[Outcome, Sync]] = []
-    for mutant in mutants(program):
+    for mutant in mutants(program, part, of):
         sync = mutant.sync
-        outcome = Outcome(sync.core, str(sync.op), sync.detail, noticed=False)
+        outcome = Outcome(sync.core, str(sync.op), sync.detail, noticed=False, index=mutant.index)
         for runner in runners:
             outcome.noticed, outcome.error = runner.noticed(mutant.program)
             if outcome.noticed:
@@ -244,7 +253,10 @@ def survey(
                 outcome.argument = NOT_REACHED
                 continue
             found = redundancy.argument(logs, program.functions, sync.op)
-            outcome.argument, outcome.proven = found or NO_EVIDENCE, found is not None
+            if found is None:
+                outcome.argument = NO_EVIDENCE
+            else:
+                outcome.argument, outcome.reason, outcome.proven = found.text, found.reason, True
     for runner in runners:
         runner.restore()
     return outcomes

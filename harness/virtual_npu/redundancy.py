@@ -14,6 +14,7 @@ without clocks for what the synchronisation could have ordered:
 * An op that never runs on this shape says nothing; it is reported as not reached.
 
 Anything else stays without an argument. Each argument holds for leaving out that one op.
+REASONS says where in the compiler such barriers come from.
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ from .program import Program
 from .values import NAMESPACE, SYNC, Code, Core, ValueLowering
 
 BARRIER = "hivm.hir.pipe_barrier"
+# Why the compiler makes a barrier that orders nothing, with the place in AscendNPU-IR (@52f96a13,
+# bishengir/lib/Dialect/HIVM/Transforms/InjectSync).
+REASONS = {
+    "end": "a barrier of all pipes stands at the end of every program, also where the scalar unit has waited for "
+    "every pipe by then (SyncAnalysis.cpp, InsertLastPipeAll)",
+    "one tensor": "any two accesses to the same tensor in global memory count as overlapping, whatever their offsets "
+    "(MemoryDependentAnalyzer.cpp, isGMBufferOverlap)",
+    "one buffer": "any two accesses to the same buffer on chip, or to one whose address varies, count as overlapping "
+    "(MemoryDependentAnalyzer.cpp, MemAlias and isBufferAddressRangeOverlap)",
+    "another barrier": "nothing of the pipe stands between it and the next barrier; redundant flags are removed, "
+    "barriers never (RemoveRedundantSync.cpp, Plan, takes pairs of a set and a wait only)",
+    "flags": "flags for other dependencies order its accesses too; redundant flags are removed, barriers never "
+    "(RemoveRedundantSync.cpp, Plan, takes pairs of a set and a wait only)",
+}
 Place = tuple[str, int]  # a core's name and a pipe's number
 
 
@@ -45,6 +60,15 @@ class Touch:
     memory: int
     region: Region
     write: bool
+    space: str = "ub"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Why a barrier orders nothing: what the log shows, and which of REASONS it is."""
+
+    text: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -139,7 +163,8 @@ class _Recorder:
         assert tracker is not None
 
         def note(memory: Memory, region: Region, queue: int, op: Op, write: bool) -> None:
-            log.entries.append(Touch((core.name, queue), tracker.count[queue], op, id(memory), region, write))
+            touch = Touch((core.name, queue), tracker.count[queue], op, id(memory), region, write, memory.space)
+            log.entries.append(touch)
             Tracker._note(tracker, memory, region, queue, op, write)
 
         def set_flag(index: int, source: int) -> None:
@@ -257,7 +282,7 @@ def _ordered(log: Log, start: int, end: int, skip: int, barriers: dict[int, str]
     return False
 
 
-def _pipe_barrier(logs: Sequence[Log], op: Op, barriers: dict[int, str]) -> str | None:
+def _pipe_barrier(logs: Sequence[Log], op: Op, barriers: dict[int, str]) -> Evidence | None:
     """Evidence that a barrier of one pipe orders no pair by itself, or None where it may."""
     pipe = barriers[op.number]
     queue = INDEX[pipe]
@@ -265,6 +290,7 @@ def _pipe_barrier(logs: Sequence[Log], op: Op, barriers: dict[int, str]) -> str 
         return None  # the hazard check never looks at such pairs, so nothing was shown
     pairs = _Pairs()
     runs = compared = by_flags = 0
+    tensors = False  # pairs in one memory of global memory, of which one writes
     for log in logs:
         windows: dict[str, _Window] = {}
         for position, entry in enumerate(log.entries):
@@ -280,19 +306,22 @@ def _pipe_barrier(logs: Sequence[Log], op: Op, barriers: dict[int, str]) -> str 
                 window = windows.setdefault(entry.place[0], _Window())
                 for start, earlier in window.before:
                     compared += 1
+                    tensors |= entry.space == "gm" and earlier.memory == entry.memory and earlier.write | entry.write
                     if pairs.conflict(earlier, entry):
                         if not _ordered(log, start, position, op.number, barriers):
                             return None
                         by_flags += 1
                 window.recent.append((position, entry))
     found = f"{by_flags} conflict, each ordered by flags through other pipes or cores" if by_flags else "none conflict"
-    return (
+    reason = "flags" if by_flags else "another barrier" if not compared else "one tensor" if tensors else "one buffer"
+    text = (
         f"ran {runs} times; of {compared} pairs of an access on pipe {pipe} before it and one after it, "
         f"up to the next barriers, {found}"
     )
+    return Evidence(text, reason)
 
 
-def _final_barrier(logs: Sequence[Log], op: Op, sets: set[int]) -> str | None:
+def _final_barrier(logs: Sequence[Log], op: Op, sets: set[int]) -> Evidence | None:
     """Evidence that a barrier of all pipes is the last thing of its programs."""
     for log in logs:
         ended: set[str] = set()
@@ -304,13 +333,14 @@ def _final_barrier(logs: Sequence[Log], op: Op, sets: set[int]) -> str | None:
                     return None
             elif isinstance(entry, Touch) and entry.place[0] in ended:
                 return None
-    return (
+    return Evidence(
         "no instruction and no cross-core set follows it, and the check that every pipe is done when the program ends "
-        "passed in the run without it"
+        "passed in the run without it",
+        "end",
     )
 
 
-def argument(logs: Sequence[Log], functions: dict[str, Function], op: Op) -> str | None:
+def argument(logs: Sequence[Log], functions: dict[str, Function], op: Op) -> Evidence | None:
     """Why leaving out this op changes nothing, or None where the log does not show it.
 
     Args:
