@@ -538,7 +538,7 @@ _BACKWARD = (
         "backward",
         "causal skipping",
         "all tiles are computed (timed without a mask)",
-        "if CAUSAL:",
+        "low = g * KG // LB * LB",
         causal=False,
         on="causal",
     ),
