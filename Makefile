@@ -110,8 +110,8 @@ trace: ## Perfetto trace and picture of a case; SUITE=forward|backward CASE=P1
 profile: ## predicted cycles of a case by source line; SUITE and CASE as for trace
 	$(PY) -m harness.studies.profile --suite $(SUITE) --case $(CASE) --release $(RELEASE) $(ARGS)
 
-tune: ## fastest settings of a case, or of SHAPE=Z,H,N,D CAUSAL=1; writes results/tune.json
-	$(PY) -m harness.studies.tune $(if $(SHAPE),--shape $(SHAPE) $(if $(CAUSAL),--causal),--suite $(SUITE) --case $(CASE)) --release $(RELEASE) --jobs $(JOBS) $(ARGS)
+tune: ## fastest settings of a case (P1, C2, all), or of SHAPE=Z,H,N,D CAUSAL=1 SUITE=backward; writes results/tune.json
+	$(PY) -m harness.studies.tune $(if $(SHAPE),--shape $(SHAPE) --suite $(SUITE) $(if $(CAUSAL),--causal),--case $(CASE)) --release $(RELEASE) --jobs $(JOBS) $(ARGS)
 
 mutation: ## does every deleted synchronisation get noticed? writes results/mutation.json
 	OMP_NUM_THREADS=1 $(PY) -m harness.studies.surveys $(ARGS)
