@@ -441,13 +441,14 @@ def attention_fwd_kernel_pipeline(
                             )
                             p_k1 = tl.advance(p_k0, (0, D))
                         b_s0 = tl.dot(b_q, tl.trans(tl.load(p_k0)))  # [BH, BN]
-                        tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
                         if CAUSAL:
+                            tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
                             if i_g * KG + n + BN < row + BM:  # else hidden from all rows
                                 b_s1 = tl.dot(b_q, tl.trans(tl.load(p_k1)))  # [BH, BN]
                                 tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
                         else:
                             b_s1 = tl.dot(b_q, tl.trans(tl.load(p_k1)))  # [BH, BN]
+                            tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
                             tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
                     else:
                         b_k = tl.load(_packed(k_head, N, i_g * KG + n, BN, F, D))  # [BN, F D]

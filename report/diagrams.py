@@ -130,7 +130,7 @@ def flow_forward() -> Figure:
     _stage(axis, "cube", 51, 56, "P(i-1) V, summed over the whole group in L0C")
     _stage(axis, "scratch", LEFT, 24, "scores, fp32\ntwo slots")
     _stage(axis, "scratch", 51, 24, "probs, fp16 or bf16\ntwo slots")
-    _stage(axis, "scratch", 83, 24, "partial results, fp32\ntwo slots or three")
+    _stage(axis, "scratch", 83, 24, "partial results, fp32\none, or two and their sum")
     _stage(axis, "vector", LEFT, 60, "row maximum, exp, row sum of the group (exact, fp32)")
     _stage(axis, "vector", 79, 28, "join with the running result,\nor divide and finish")
     _move(axis, 20, "cube", "scratch", "fixpipe, then event 0", RED)
@@ -150,21 +150,33 @@ def flow_forward() -> Figure:
 
 @diagram("flow-backward")
 def flow_backward() -> Figure:
-    """The five products of the backward and what lies between them."""
+    """The five products of the backward's pipeline, what lies between them, which event orders it."""
     width = 108.0
-    figure, axis = _canvas(width, 46)
+    figure, axis = _canvas(width, 66)
     _lanes(axis)
-    _stage(axis, "cube", LEFT, 28, "S = Q K$^T$,  dP = dO V$^T$")
-    _stage(axis, "cube", 51, 56, "dV = P$^T$ dO,  dK = dS$^T$ Q,  dQ = dS K\nsummed in L0C")
-    _stage(axis, "scratch", LEFT, 24, "S and dP, fp32")
-    _stage(axis, "scratch", 51, 24, "P and dS,\nfp16 or bf16")
-    _stage(axis, "scratch", 83, 24, "sums, fp32")
-    _stage(axis, "vector", LEFT, 60, "P = exp(S - lse),  dS = P (dP - Delta)")
+    _stage(axis, "cube", LEFT, 28, "S = Q K$^T$,  dP = dO V$^T$\nof a group of keys")
+    _stage(
+        axis,
+        "cube",
+        51,
+        56,
+        "dV = P$^T$ dO,  dK = dS$^T$ Q  of the group before,\ndQ = dS K  of the head; summed in L0C",
+    )
+    _stage(axis, "scratch", LEFT, 24, "S and dP, fp32\none slot each")
+    _stage(axis, "scratch", 51, 24, "P (two slots), dS (a head)\nfp16 or bf16")
+    _stage(axis, "scratch", 83, 24, "dK (two slots), dQ\nfp32")
+    _stage(axis, "vector", LEFT, 60, "P = exp(S - lse),  dS = P (dP - Delta);  Delta of the next head")
     _stage(axis, "vector", 79, 28, "scale, round, store:\none writer for each tile")
-    _move(axis, 20, "cube", "scratch", "fixpipe, then event", RED)
-    _move(axis, 20, "scratch", "vector", "MTE2")
-    _move(axis, 56, "vector", "scratch", "MTE3, then event", RED)
-    _move(axis, 56, "scratch", "cube", "MTE2 (nd2nz)")
-    _move(axis, 88, "cube", "scratch", "fixpipe, then event", RED)
-    _move(axis, 88, "scratch", "vector", "MTE2")
+    _move(axis, 18, "cube", "scratch", "fixpipe, then event 0 (S), 4 (dP)", RED)
+    _move(axis, 18, "scratch", "vector", "MTE2")
+    _move(axis, 53, "vector", "scratch", "MTE3, then event 1 (P), 3 (dS)", RED)
+    _move(axis, 53, "scratch", "cube", "MTE2 (nd2nz)")
+    _move(axis, 84.4, "cube", "scratch", "fixpipe, event 2 (dK), 6 (dQ)", RED)
+    _move(axis, 84.4, "scratch", "vector", "MTE2")
+    cube = [(0.0, 0.13, "S(g)", GREEN), (0.13, 0.13, "dV(g-1)", BLUE), (0.26, 0.13, "dP(g)", GREEN),
+            (0.39, 0.13, "dK(g-1)", BLUE), (0.52, 0.13, "S(g+1)", GREEN), (0.65, 0.13, "dV(g)", BLUE),
+            (0.78, 0.13, "dP(g+1)", GREEN)]  # fmt: skip
+    vector = [(0.06, 0.2, "P(g)", ORANGE), (0.32, 0.2, "dS(g)", ORANGE), (0.52, 0.06, "dK", PURPLE),
+              (0.58, 0.2, "P(g+1)", ORANGE), (0.84, 0.15, "dS(g+1)", ORANGE)]  # fmt: skip
+    _schedule(axis, 49, width, [("cube core", cube), ("vector cores", vector)])
     return figure

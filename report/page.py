@@ -46,8 +46,10 @@ def page(text: str, pictures: Mapping[str, str]) -> str:
         return f'src="data:image/svg+xml;base64,{data}"'
 
     body = re.sub(r'src="figures/([\w-]+)\.svg"', embed, body)
+    # Links to files of the repository lead nowhere from a page that stands alone.
+    body = re.sub(r'<a href="(?!#|https?:)[^"]*">(.*?)</a>', r"\1", body)
     body = re.sub(r"<!--.*?-->\n?", "", body)
     body = re.sub(r"(<p><img [^>]*></p>)", r'<div class="wide">\1</div>', body)
-    body = re.sub(r"<td([^>]*)>([^<]{1,28})</td>", r"<td class=short\1>\2</td>", body)
+    body = re.sub(r"<td([^>]*)>([^<]{0,28})</td>", r"<td class=short\1>\2</td>", body)
     body = body.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>")
     return TEMPLATE.read_text().replace("{body}", body)

@@ -13,7 +13,7 @@ from harness.studies.accuracy import DOUT_EXPONENTS, STDS
 from harness.studies.techniques import SHIPPED, Technique
 
 from .blocks import block
-from .markdown import figure, number, percent, table
+from .markdown import figure, number, percent, span, table
 from .records import Records
 
 WHO = ("ours", "textbook", "torch")
@@ -39,6 +39,17 @@ def backward_pipeline(records: Records) -> str:
     return Path(__file__).with_name("backward_pipeline.md").read_text()
 
 
+def error_note(records: Records) -> str:
+    """What a predicted time stands for, for a table without a column for it."""
+    if records.error is None:
+        return "No interval: `make calibrate` has not been run."
+    low, high = records.error.calibration
+    return (
+        f"Interval of each predicted time here: {low:.2f} to {high:.2f} times of it by the calibration, wider where "
+        "the constants marked * in the sensitivity table matter."
+    )
+
+
 def _gain(value: object) -> str:
     return f"x {value:.2f}" if isinstance(value, (int, float)) else str(value if value is not None else "-")
 
@@ -46,7 +57,7 @@ def _gain(value: object) -> str:
 def _steps(records: Records, suite: str) -> str:
     """Kept and dropped steps, each with its reason, expected and seen gain."""
     tables = []
-    for kept, title in ((True, "Kept:"), (False, "Tried and dropped:")):
+    for kept, title in ((True, "Kept:"), (False, "What did not work, and was dropped:")):
         rows = []
         for row in steps(records, suite):
             if bool(row["kept"]) is not kept:
@@ -58,7 +69,7 @@ def _steps(records: Records, suite: str) -> str:
         header = ["step", "why", "case", "gain expected", "gain seen", "ms before, predicted", "ms after, predicted"]
         if rows:
             tables.append(f"{title}\n\n" + table(header, rows, left=(0, 1, 2)))
-    return "\n\n".join(tables) or "*No steps recorded.*"
+    return "\n\n".join([error_note(records), *tables]) if tables else "*No steps recorded.*"
 
 
 @block("steps-forward", "forward_steps")
@@ -147,6 +158,10 @@ def _ablation(records: Records, suite: str) -> str:
     checked = {name: row["values"].split(":")[0] for name, row in values.items()}
     shipped = [SHIPPED, "ms, predicted", *(number(times[SHIPPED][case]["ms"]) for case in cases), ""]
     rows = [[*shipped, checked.get(SHIPPED, "-")]]
+    if records.error is not None:
+        base = {case: times[SHIPPED][case]["ms"] for case in cases}
+        spans = [span(records.interval(case, ms)) if ms else "-" for case, ms in base.items()]
+        rows.append(["", "its interval", *spans, "", ""])
     reasons: dict[str, str] = {}
     for item in ablated(suite):
         found = slowdowns(records, item)
@@ -214,7 +229,9 @@ def tune(records: Records) -> str:
         tried = str(len(entry["rows"]))
         rows.append([name, first["space"], tried, number(shipped), number(first["ms"]), f"`{text}`"])
     header = ["Z,H,N,D", "kernel", "settings tried", "shipped ms, predicted", "best ms, predicted", "best settings"]
-    return table(header, rows, left=(0, 1, 5)) if rows else "*No shape has been tuned to the end.*"
+    if not rows:
+        return "*No shape has been tuned to the end.*"
+    return f"{error_note(records)}\n\n" + table(header, rows, left=(0, 1, 5))
 
 
 @block("roofline", "roofline")
@@ -222,7 +239,14 @@ def roofline(records: Records) -> str:
     """Each case beside the floors of the chip and the needs of its pipes."""
     found = records["roofline"]["rows"]
     floors = list(found[0]["floors_ms"])
-    header = ["case", "ms, predicted", *(f"{name} floor" for name in floors), "TFLOP/s", "of the cube's peak"]
+    header = [
+        "case",
+        "ms, predicted",
+        "interval",
+        *(f"{name} floor" for name in floors),
+        "TFLOP/s",
+        "of the cube's peak",
+    ]
     header += ["busiest pipe", "busy", "L2 traffic at its rate"]
     rows = []
     beyond = []
@@ -231,7 +255,7 @@ def roofline(records: Records) -> str:
         pipes = {name: ms for name, ms in row["needs_ms"].items() if name != "L2"}
         busiest = max(pipes, key=pipes.__getitem__)
         shares = [percent(row["floors_ms"][name] / row["ms"]) for name in floors]
-        cells = [row["case"], number(row["ms"]), *shares, number(flops)]
+        cells = [row["case"], number(row["ms"]), span(records.interval(row["case"], row["ms"])), *shares, number(flops)]
         cells += [percent(row["flops"] / row["ms"] * 1e3 / records["roofline"]["peak_flops"]), busiest]
         cells += [percent(pipes[busiest] / row["ms"]), percent(row["needs_ms"]["L2"] / row["ms"])]
         rows.append(cells)

@@ -137,6 +137,24 @@ def test_predicted_and_measured_never_share_a_column(sampled) -> None:
                     assert ("predicted" in cell) != ("measured" in cell), (name, cell)
 
 
+def test_every_predicted_table_has_its_interval(sampled) -> None:
+    for name, text in render(sampled).items():
+        if re.search(r"^\|.*\bms\b.*predicted.*\|$", text, re.MULTILINE):
+            assert re.search("interval", text, re.IGNORECASE), name
+
+
+def test_the_events_of_the_report_are_those_of_the_kernels() -> None:
+    """Who raises each cross-core event, and who waits for it."""
+    report = (ROOT / "REPORT.md").read_text()
+    sides = {"cube": "cube", "vector": "vector cores"}
+    for suite, heading in (("forward", "## 3. "), ("backward", "## 4. ")):
+        kernel = (ROOT / f"{suite}.py").read_text()
+        waits = re.findall(r'_sync_wait\("(cube|vector)", "(cube|vector)", (\d)\)', kernel)
+        section = report.split(f"\n{heading}")[1].split("\n## ")[0]
+        rows = re.findall(r"^\| (\d) \| (cube|vector cores) \| (cube|vector cores) \|", section, re.MULTILINE)
+        assert set(rows) == {(event, sides[source], sides[target]) for source, target, event in waits}
+
+
 def test_a_missing_file_is_said_with_what_writes_it(tmp_path) -> None:
     texts = render(Records(tmp_path))
     assert texts["score"] == "*Left out: `results/score.json` is not there, `make score` writes it.*"
@@ -147,10 +165,10 @@ def test_a_missing_file_is_said_with_what_writes_it(tmp_path) -> None:
 
 def test_steps(sampled) -> None:
     text = render(sampled)["steps-forward"]
-    kept, dropped = text.split("Tried and dropped:")
+    kept, dropped = text.split("What did not work")
     assert "| two slots | the cube waits \\| for the vector cores | P5 | x 1.50 | x 1.25 | 100 | 80.0 |" in kept
     assert "| wider tiles | fewer loads | P5 | 10 % | x 0.89 | 80.0 | 90.0 |" in dropped
-    assert "dropped" not in render(sampled)["steps-backward"]
+    assert "did not work" not in render(sampled)["steps-backward"]
 
 
 def test_model_blocks(sampled) -> None:
@@ -191,7 +209,12 @@ def test_each_technique_has_its_row_and_its_code(committed) -> None:
     for item in (item for suite in ("forward", "backward") for item in available(suite)):
         name = f"{item.name} (of the general path)" if item.of else item.name
         assert f"| {name} |" in report
-        assert item.name == SHIPPED or f"| {item.name} | `{item.code}` |" in report
+        if item.name != SHIPPED:
+            line = re.search(
+                rf"^\| {re.escape(item.name)} \| `{re.escape(item.code)}` \| \[{item.suite}\.py:(\d+)\]", report, re.M
+            )
+            assert line, item.name
+            assert item.code in (ROOT / f"{item.suite}.py").read_text().splitlines()[int(line[1]) - 1]
 
 
 def test_what_the_report_names_exists() -> None:
@@ -254,6 +277,7 @@ def test_the_page_stands_alone(html) -> None:
     links = re.findall(r'href="#([^"]+)"', html)
     assert len(links) > 8
     assert set(links) <= set(re.findall(r'id="([^"]+)"', html))
+    assert not re.search(r'<a href="(?!#|https?:)', html)
     assert "<!--" not in html.split("<main>")[1].split("</main>")[0]
 
 

@@ -164,9 +164,9 @@ _FORWARD = (
         settings={
             "_PIPELINES": {
                 (64, False): {"BH": HALF},
-                (64, True): {"HALVES": HALF},
+                (64, True): {"HALVES": HALF, "RO": HALF},
                 (128, False): {"HALVES": HALF},
-                (128, True): {"BH": HALF},
+                (128, True): {"BH": HALF, "RO": HALF},
             }
         },
         dims=(64, 128),
@@ -373,14 +373,13 @@ _BACKWARD = (
         "groups of KG keys",
         settings={
             "_PIPELINES": {
-                (64, False): {"KG": HALF, "LB": 128, "BT": 64},
-                (64, True): {"KG": HALF, "LB": 128, "BT": 64, "UNROLL": Times(2)},
                 (128, False): {"KG": HALF, "LB": 128, "BT": 64},
                 (128, True): {"KG": HALF, "LB": 128, "BT": 64, "UNROLL": Times(2)},
             }
         },
         needs=_PIPELINE,
-        dims=(64, 128),
+        dims=(128,),  # at D=64 (MIX) a group must be as wide as the tiles of dQ
+        small=(1024, 128),
     ),
     Technique(
         "backward",
@@ -538,7 +537,7 @@ _BACKWARD = (
         "backward",
         "causal skipping",
         "all tiles are computed (timed without a mask)",
-        "if CAUSAL:",
+        "low = g * KG // LB * LB",
         causal=False,
         on="causal",
     ),
