@@ -113,6 +113,9 @@ profile: ## predicted cycles of a case by source line; SUITE and CASE as for tra
 tune: ## fastest settings of a case (P1, C2, all), or of SHAPE=Z,H,N,D CAUSAL=1 SUITE=backward; writes results/tune.json
 	$(PY) -m harness.studies.tune $(if $(SHAPE),--shape $(SHAPE) --suite $(SUITE) $(if $(CAUSAL),--causal),--case $(CASE)) --release $(RELEASE) --jobs $(JOBS) $(ARGS)
 
+tiles: ## pipelines' settings under other published constants; writes results/tiles.json
+	OMP_NUM_THREADS=1 $(PY) -m harness.studies.tiles --jobs $(JOBS) $(ARGS)
+
 mutation: ## does every deleted synchronisation get noticed? writes results/mutation.json
 	OMP_NUM_THREADS=1 $(PY) -m harness.studies.surveys $(ARGS)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.studies.tiles import lines, summary
+
 from .blocks import block
 from .markdown import figure, number, percent, table
 from .records import REPOSITORY, Records
@@ -69,6 +71,15 @@ def sensitivity(records: Records) -> str:
     if small:
         text += f" Below {percent(FELT)} everywhere: {', '.join(small)}."
     return text + "\n\n" + table(["constant", *names], rows)
+
+
+def tiles(records: Records) -> str:
+    """Whether the choice of settings hangs on constants that are not settled. A block as soon as
+    REPORT.md has its markers: `@block("tiles", "tiles")`."""
+    rows = records["tiles"]["rows"]
+    header = ["case", "constants", "shipped ms, predicted", "best other ms, predicted", "which", "shipped behind by"]
+    text = summary(rows) + " Two times of one line differ by the model alone: the interval is of both together."
+    return text + "\n\n" + table(header, lines(rows), left=(0, 1, 4))
 
 
 @block("mutation", "mutation")

@@ -24,6 +24,7 @@ WRITERS = {
     "timelines": "`make roofline`",
     "accuracy": "`make accuracy`",
     "tune": "`make tune CASE=P1` (any case)",
+    "tiles": "`make tiles`",
     "cuda": "`make cuda` on a machine with a CUDA GPU",
     "forward_steps": "whoever changes the forward: one record for each step",
     "backward_steps": "whoever changes the backward: one record for each step",
