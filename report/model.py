@@ -73,9 +73,9 @@ def sensitivity(records: Records) -> str:
     return text + "\n\n" + table(["constant", *names], rows)
 
 
+@block("tiles", "tiles")
 def tiles(records: Records) -> str:
-    """Whether the choice of settings hangs on constants that are not settled. A block as soon as
-    REPORT.md has its markers: `@block("tiles", "tiles")`."""
+    """Whether the choice of settings hangs on constants that are not settled."""
     rows = records["tiles"]["rows"]
     header = ["case", "constants", "shipped ms, predicted", "best other ms, predicted", "which", "shipped behind by"]
     text = summary(rows) + " Two times of one line differ by the model alone: the interval is of both together."
