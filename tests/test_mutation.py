@@ -315,8 +315,14 @@ def test_every_official_pipeline_has_a_subject(suite) -> None:
 
 def test_a_survey_of_other_sources_is_repeated(tmp_path) -> None:
     path = tmp_path / "mutation.json"
-    assert surveys._earlier(path, "1.1.0", "x") == {}
-    subjects = {name: {"sources": mark, "kernels": {}} for name, mark in (("textbook", "x"), ("backward", "y"))}
-    write_json(path, surveys.result_of("1.1.0", subjects))
-    assert list(surveys._earlier(path, "1.1.0", "x")) == ["textbook"]
-    assert surveys._earlier(path, "1.2.0", "x") == {}
+    assert surveys._earlier(path, "1.1.0") == {}
+    marks = {"textbook": surveys.mark("textbook", "1.1.0"), "backward general": surveys.mark("textbook", "1.1.0")}
+    write_json(path, surveys.result_of("1.1.0", {n: {"sources": m, "kernels": {}} for n, m in marks.items()}))
+    assert list(surveys._earlier(path, "1.1.0")) == ["textbook"]
+    assert surveys._earlier(path, "1.2.0") == {}
+
+
+def test_one_deletion_without_evidence_fails_the_survey() -> None:
+    """The exit status hung on the plain share, which redundant barriers alone can push below any bound."""
+    assert surveys.verdict(surveys.totals({"a": _row(120, 98, 22)})) == ""
+    assert surveys.verdict(surveys.totals({"a": _row(1000, 999, 0)})).startswith("1 deletions are neither")

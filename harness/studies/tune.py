@@ -38,7 +38,7 @@ from ..configs import SUITES, Case, cases, select
 from ..results import write_json
 from ..virtual_npu.driver import install, run
 from ..virtual_npu.errors import VirtualNPUError
-from .sources import TIMES, fingerprint
+from .sources import CLOCK, fingerprint
 from .spaces import SPACES, Settings, Shape, variants
 
 HEADS = 260  # of a trial: 13 for each core
@@ -183,7 +183,8 @@ def _trial(until: float, *arguments: Any) -> Row | None:
 
 def tune(shape: Shape, suite: str, names: list[str], arguments: argparse.Namespace, console: Console) -> None:
     """Search the spaces of one shape and print the best settings at the full size."""
-    table = Rows(arguments.json, shape, arguments.release, suite, fingerprint((*TIMES, "harness/studies/spaces.py")))
+    mark = fingerprint((f"{suite}.py", *CLOCK, "harness/studies/spaces.py"))
+    table = Rows(arguments.json, shape, arguments.release, suite, mark)
     heads = min(arguments.heads, shape.z * shape.h)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     until = time.monotonic() + arguments.budget
