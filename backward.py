@@ -584,23 +584,46 @@ def _mixed_tail(
 @triton.jit
 def _mixed_step(
     b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
-    stride_kn, stride_vn, g: tl.constexpr, g1: tl.constexpr,
+    dq_part, k1, stride_kn, stride_vn, g: tl.constexpr, g1: tl.constexpr,
     LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
-    KQ: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+    BQ: tl.constexpr, KQ: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """`_cube_step` with the scores between the parts of the gradients."""
+    """`_cube_step` with the scores between the parts of the gradients. LATE: in a head's first step,
+    behind its scores, dQ of the head before (keys k1), so that nothing waits for that head's last dS."""
     H: tl.constexpr = KG // 2
     LAST: tl.constexpr = (g + 1) * KG >= N
     FIRST_A: tl.constexpr = LOW <= LOW1
     FIRST_W: tl.constexpr = LOW1 <= LOW
-    b_a, b_l, b_r, b_w, b_x = _mixed_phase(
-        b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
-        _packed(do0, N, LOW, MI, BT, D),
-        _input(v0, N, stride_vn, g * KG, H, D), _input(v0, N, stride_vn, g * KG + H, H, D),
-        _packed(_group(ds, g1, N, KG, KQ), N, LOW1, MI, BT, KG), _packed(q1, N, LOW1, MI, BT, D),
-        0, 3, FIRST_A, FIRST_W, LOW, LOW1, N, MI, BT, KG, D,
-    )  # fmt: skip
-    if LAST:
+    p_w = _packed(_group(ds, g1, N, KG, KQ), N, LOW1, MI, BT, KG)
+    p_x = _packed(q1, N, LOW1, MI, BT, D)
+    if LATE and g == 0:
+        b_k0, b_k1, _, _, _ = _mixed_phase(
+            b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
+            _keys(k1, stride_kn, 0, 0, N, KQ, D, D), _keys(k1, stride_kn, 1, 0, N, KQ, D, D),
+            _keys(k1, stride_kn, 1, 0, N, KQ, D, D), k1, k1,
+            0, -1, True, False, LOW, LOW1, N, MI, BT, KG, D,
+        )  # fmt: skip
+        _query_phase(b_k0, b_k1, k1, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, D, D)
+        _sync_set("cube", "vector", 6)
+        b_a = tl.load(_packed(do0, N, LOW, MI, BT, D))
+        b_l = tl.load(_input(v0, N, stride_vn, g * KG, H, D))
+        b_r = tl.load(_input(v0, N, stride_vn, g * KG + H, H, D))
+        _sync_wait("vector", "cube", 3)
+        b_w = tl.load(p_w)
+        b_x = tl.load(p_x)
+    else:
+        b_a, b_l, b_r, b_w, b_x = _mixed_phase(
+            b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
+            _packed(do0, N, LOW, MI, BT, D),
+            _input(v0, N, stride_vn, g * KG, H, D), _input(v0, N, stride_vn, g * KG + H, H, D), p_w, p_x,
+            0, 3, FIRST_A, FIRST_W, LOW, LOW1, N, MI, BT, KG, D,
+        )  # fmt: skip
+    if LATE and LAST:
+        b_a, b_l, b_r, b_w, b_x = _mixed_phase(
+            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, part + g1 % 2 * KG * D,
+            k0, k0, k0, k0, k0, 4, -1, False, False, LOW, LOW1, N, MI, BT, KG, D,
+        )  # fmt: skip
+    elif LAST:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
             b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, part + g1 % 2 * KG * D,
             _input(k0, N, stride_kn, 0, KQ, D), _input(k0, N, stride_kn, KQ, KQ, D),
@@ -739,6 +762,8 @@ def attention_bwd_kernel_pipeline(
     _sync_set("vector", "cube", 1)
     _sync_set("vector", "cube", 3)
     if first < last:
+        if MIX == 2:
+            _sync_set("vector", "cube", 5)
         _delta_rows(
             out, dout, delta, first, H, stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn, N, R, D
         )
@@ -750,6 +775,7 @@ def attention_bwd_kernel_pipeline(
         do0 = dout + (h // H).to(tl.int64) * stride_dz + (h % H).to(tl.int64) * stride_dh
         q1 = q + (h1 // H).to(tl.int64) * stride_qz + (h1 % H).to(tl.int64) * stride_qh
         do1 = dout + (h1 // H).to(tl.int64) * stride_dz + (h1 % H).to(tl.int64) * stride_dh
+        k1 = k + (h1 // H).to(tl.int64) * stride_kz + (h1 % H).to(tl.int64) * stride_kh
         dv0 = dv + h.to(tl.int64) * N * D
         dv1 = dv + h1.to(tl.int64) * N * D
         # The key gradients run one group behind: the first ones are those of the last head.
@@ -766,13 +792,13 @@ def attention_bwd_kernel_pipeline(
                 b_x = tl.load(_packed(do1, N, 0, MI, BT, D))
             b_a, b_l, b_r, b_w, b_x = _mixed_step(
                 b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
-                stride_kn, stride_vn, 0, GROUPS - 1, 0, LAST1, N, MI, BT, KG, KQ, D, CAUSAL,
+                dq_part, k1, stride_kn, stride_vn, 0, GROUPS - 1, 0, LAST1, N, MI, BT, KG, BQ, KQ, D, CAUSAL, MIX == 2,
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS):
                 b_a, b_l, b_r, b_w, b_x = _mixed_step(
                     b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
-                    stride_kn, stride_vn, g, g - 1, g * KG if CAUSAL else 0, (g - 1) * KG if CAUSAL else 0,
-                    N, MI, BT, KG, KQ, D, CAUSAL,
+                    dq_part, k1, stride_kn, stride_vn, g, g - 1, g * KG if CAUSAL else 0, (g - 1) * KG if CAUSAL else 0,
+                    N, MI, BT, KG, BQ, KQ, D, CAUSAL, MIX == 2,
                 )  # fmt: skip
             b_k0 = b_a
             b_k1 = b_l
@@ -823,12 +849,13 @@ def attention_bwd_kernel_pipeline(
                 )  # fmt: skip
             b_k0 = tl.load(_keys(k0, stride_kn, 0, 0, N, KQ, DQ, D))
             b_k1 = tl.load(_keys(k0, stride_kn, 1, 0, N, KQ, DQ, D))
-        _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, DQ, D)
-        for d in tl.static_range(DQ, D, DQ):
-            b_k0 = tl.load(_keys(k0, stride_kn, 0, d, N, KQ, DQ, D))
-            b_k1 = tl.load(_keys(k0, stride_kn, 1, d, N, KQ, DQ, D))
-            _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, d, CAUSAL, N, BQ, KQ, DQ, D)
-        _sync_set("cube", "vector", 6)
+        if MIX != 2:
+            _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, DQ, D)
+            for d in tl.static_range(DQ, D, DQ):
+                b_k0 = tl.load(_keys(k0, stride_kn, 0, d, N, KQ, DQ, D))
+                b_k1 = tl.load(_keys(k0, stride_kn, 1, d, N, KQ, DQ, D))
+                _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, d, CAUSAL, N, BQ, KQ, DQ, D)
+            _sync_set("cube", "vector", 6)
 
         lse0 = lse + h.to(tl.int64) * N
         for g in range(0, GROUPS):
@@ -868,9 +895,9 @@ def attention_bwd_kernel_pipeline(
                 b_o = tl.load(_tile(part + g1 % 2 * KG * D, D, r, 0, RO, D))
                 tl.store(_tile(dk1, D, g1 * KG + r, 0, RO, D), (b_o * scale).to(dk.type.element_ty))
             # The query gradients of the last head: late, so that they hold up nothing.
-            if (g == 0) & (h > first):
+            if (g == 0) & ((h > first) | (MIX == 2)):
                 _sync_wait("cube", "vector", 6)
-                _finish_rows(dq_part, dq + (h - 1).to(tl.int64) * N * D, scale, N, RO, D)
+                _finish_rows(dq_part, dq + h1.to(tl.int64) * N * D, scale, N, RO, D)
         _sync_set("vector", "cube", 5)
         _delta_rows(
             out,
@@ -909,6 +936,12 @@ def attention_bwd_kernel_pipeline(
         if MIX:
             _mixed_tail(p1, do1, dv + h1.to(tl.int64) * N * D + end1 * D, N - LAST, N, MI, BT, KG, D)
             _mixed_tail(ds1, q1, part1, N - LAST, N, MI, BT, KG, D)
+            if MIX == 2:
+                k1 = k + (h1 // H).to(tl.int64) * stride_kz + (h1 % H).to(tl.int64) * stride_kh
+                b_k0 = tl.load(_keys(k1, stride_kn, 0, 0, N, KQ, D, D))
+                b_k1 = tl.load(_keys(k1, stride_kn, 1, 0, N, KQ, D, D))
+                _query_phase(b_k0, b_k1, k1, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, D, D)
+                _sync_set("cube", "vector", 6)
         else:
             for half in tl.static_range(0, KG, KH):
                 b_g = tl.zeros([KH, D], tl.float32)
@@ -1141,7 +1174,7 @@ _SETTINGS = ("KG", "BT", "MI", "KP", "AHEAD", "BQ", "KQ", "DQ", "UNROLL", "SPLIT
 _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
     case: dict(zip(_SETTINGS, values, strict=True)) | {"LB": values[0], "R": 64, "RD": 64, "RO": 64}
     for case, values in {
-        (64, False): (256, 64, 256, 256, 1, 256, 256, 64, 4, 0, 1),
+        (64, False): (256, 64, 256, 256, 1, 256, 256, 64, 4, 0, 2),
         (64, True): (256, 64, 512, 256, 1, 256, 256, 64, 4, 0, 0),
         (128, False): (256, 64, 512, 256, 2, 256, 256, 128, 4, 1, 0),
         (128, True): (256, 64, 256, 256, 1, 256, 256, 128, 4, 0, 0),
