@@ -338,11 +338,16 @@ def _group(ds, g, N: tl.constexpr, KG: tl.constexpr, KQ: tl.constexpr):
 
 
 @triton.jit
-def _gradient_rows(dprobs, probs, ds, delta, r, KQ: tl.constexpr, KG: tl.constexpr, R: tl.constexpr):
-    """dS = P (dP - delta) of R rows from r on."""
+def _gradient_rows(
+    dprobs, probs, ds, delta, scale, r,
+    FOLD: tl.constexpr, KQ: tl.constexpr, KG: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """dS = P (dP - delta) of R rows from r on; FOLD: times the scale."""
     b_dp = tl.load(_tile(dprobs, KG, r, 0, R, KG))  # [R, KG]
     b_p = tl.load(_tile(probs, KG, r, 0, R, KG))  # [R, KG]
     b_ds = b_p.to(tl.float32) * (b_dp - tl.load(_rows(delta, r, R))[:, None])
+    if FOLD:
+        b_ds *= scale
     tl.store(_tile(ds, KQ, r, 0, R, KG), b_ds.to(ds.type.element_ty))
 
 
@@ -463,15 +468,25 @@ def _gradient_phase(
 
 
 @triton.jit
+def _finished(part, dk, g, FOLD: tl.constexpr, KG: tl.constexpr, D: tl.constexpr):
+    """Where dK of group g goes: to its place (FOLD), or to a slot of scratch, to be scaled."""
+    if FOLD:
+        p = dk + g * KG * D
+    else:
+        p = part + g % 2 * KG * D
+    return p
+
+
+@triton.jit
 def _cube_step(
-    b_qa, b_k, q0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
+    b_qa, b_k, q0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
     stride_qn, stride_vn, stride_dn, p_n0, p_n1, g, g1,
     NEXT: tl.constexpr, LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, KG: tl.constexpr,
     BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr, AHEAD: tl.constexpr,
-    SPLIT: tl.constexpr, KQ: tl.constexpr, D: tl.constexpr,
+    SPLIT: tl.constexpr, KQ: tl.constexpr, D: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """The cube's work on group g of the keys: its scores, and the key gradients of the group
-    before, g1 (q1, do1, dv1: of that group's head). LOW, LOW1: first query that sees this group,
+    before, g1 (q1, do1, dv1, dk1: of that group's head). LOW, LOW1: first query that sees this group,
     and the one before. p_n0 and p_n1: tiles for what comes next, loaded and returned if NEXT."""
     SECOND: tl.constexpr = LOW1 + KP if LOW1 + KP < N else LOW1
     p_p = probs + g1 % 2 * N * KG
@@ -494,10 +509,11 @@ def _cube_step(
         4, LOW, N, MI, BT, KG, AHEAD, D,
     )  # fmt: skip
     b_n0, b_n1 = _gradient_phase(
-        b_a0, b_a1, b_x0, p_ds, q1, part + g1 % 2 * KG * D, stride_qn, p_n0, p_n1,
+        b_a0, b_a1, b_x0, p_ds, q1, _finished(part, dk1, g1, FOLD, KG, D), stride_qn, p_n0, p_n1,
         NEXT, LOW1, KQ, N, KG, KP, AHEAD, SPLIT, D,
     )  # fmt: skip
-    _sync_set("cube", "vector", 2)
+    if not FOLD:
+        _sync_set("cube", "vector", 2)
     return b_n0, b_n1
 
 
@@ -583,10 +599,11 @@ def _mixed_tail(
 
 @triton.jit
 def _mixed_step(
-    b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
+    b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
     dq_part, k1, stride_kn, stride_vn, g: tl.constexpr, g1: tl.constexpr,
     LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
     BQ: tl.constexpr, KQ: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, LATE: tl.constexpr,
+    FOLD: tl.constexpr,
 ):  # fmt: skip
     """`_cube_step` with the scores between the parts of the gradients. LATE: in a head's first step,
     behind its scores, dQ of the head before (keys k1), so that nothing waits for that head's last dS."""
@@ -604,7 +621,8 @@ def _mixed_step(
             0, -1, True, False, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
         _query_phase(b_k0, b_k1, k1, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, D, D)
-        _sync_set("cube", "vector", 6)
+        if not FOLD:
+            _sync_set("cube", "vector", 6)
         b_a = tl.load(_packed(do0, N, LOW, MI, BT, D))
         b_l = tl.load(_input(v0, N, stride_vn, g * KG, H, D))
         b_r = tl.load(_input(v0, N, stride_vn, g * KG + H, H, D))
@@ -620,25 +638,26 @@ def _mixed_step(
         )  # fmt: skip
     if LATE and LAST:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
-            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, part + g1 % 2 * KG * D,
+            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, _finished(part, dk1, g1, FOLD, KG, D),
             k0, k0, k0, k0, k0, 4, -1, False, False, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
     elif LAST:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
-            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, part + g1 % 2 * KG * D,
+            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, _finished(part, dk1, g1, FOLD, KG, D),
             _input(k0, N, stride_kn, 0, KQ, D), _input(k0, N, stride_kn, KQ, KQ, D),
             _input(k0, N, stride_kn, KQ, KQ, D), k0, k0,
             4, -1, True, False, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
     else:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
-            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, part + g1 % 2 * KG * D,
+            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, _finished(part, dk1, g1, FOLD, KG, D),
             _packed(q0, N, LOW, MI, BT, D),
             _input(k0, N, stride_kn, g * KG + KG, H, D), _input(k0, N, stride_kn, g * KG + KG + H, H, D),
             _packed(probs + g % 2 * N * KG, N, LOW, MI, BT, KG), _packed(do0, N, LOW, MI, BT, D),
             4, 1, not CAUSAL, True, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
-    _sync_set("cube", "vector", 2)
+    if not FOLD:
+        _sync_set("cube", "vector", 2)
     return b_a, b_l, b_r, b_w, b_x
 
 
@@ -690,7 +709,7 @@ def _query_phase(
             else:
                 b_dq = tl.dot(b_ds, b_k3, b_dq)
             b_ds = b_n
-        tl.store(_tile(dq_part, D, m, column, BQ, DQ), b_dq)
+        tl.store(_tile(dq_part, D, m, column, BQ, DQ), b_dq.to(dq_part.type.element_ty))
 
 
 @triton.jit
@@ -722,7 +741,7 @@ def attention_bwd_kernel_pipeline(
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn,
     scale, H, HEADS,
     CAUSAL: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr,
-    AHEAD: tl.constexpr, SPLIT: tl.constexpr, MIX: tl.constexpr, UNROLL: tl.constexpr, LB: tl.constexpr,
+    AHEAD: tl.constexpr, SPLIT: tl.constexpr, MIX: tl.constexpr, FOLD: tl.constexpr, UNROLL: tl.constexpr, LB: tl.constexpr,
     BQ: tl.constexpr, KQ: tl.constexpr, DQ: tl.constexpr,
     R: tl.constexpr, RD: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -778,6 +797,11 @@ def attention_bwd_kernel_pipeline(
         k1 = k + (h1 // H).to(tl.int64) * stride_kz + (h1 % H).to(tl.int64) * stride_kh
         dv0 = dv + h.to(tl.int64) * N * D
         dv1 = dv + h1.to(tl.int64) * N * D
+        dk0 = dk + h.to(tl.int64) * N * D
+        dk1 = dk + h1.to(tl.int64) * N * D
+        dq0 = dq_part
+        if FOLD:
+            dq0 = dq + (h1 if MIX == 2 else h).to(tl.int64) * N * D
         # The key gradients run one group behind: the first ones are those of the last head.
         if MIX:
             _sync_wait("vector", "cube", 1)
@@ -791,14 +815,14 @@ def attention_bwd_kernel_pipeline(
                 b_w = tl.load(_packed(probs + (GROUPS - 1) % 2 * N * KG, N, 0, MI, BT, KG))
                 b_x = tl.load(_packed(do1, N, 0, MI, BT, D))
             b_a, b_l, b_r, b_w, b_x = _mixed_step(
-                b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
-                dq_part, k1, stride_kn, stride_vn, 0, GROUPS - 1, 0, LAST1, N, MI, BT, KG, BQ, KQ, D, CAUSAL, MIX == 2,
+                b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
+                dq0, k1, stride_kn, stride_vn, 0, GROUPS - 1, 0, LAST1, N, MI, BT, KG, BQ, KQ, D, CAUSAL, MIX == 2, FOLD,
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS):
                 b_a, b_l, b_r, b_w, b_x = _mixed_step(
-                    b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
-                    dq_part, k1, stride_kn, stride_vn, g, g - 1, g * KG if CAUSAL else 0, (g - 1) * KG if CAUSAL else 0,
-                    N, MI, BT, KG, BQ, KQ, D, CAUSAL, MIX == 2,
+                    b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q0, do0, dv0, dk0, scores, dprobs, probs, ds, part,
+                    dq0, k1, stride_kn, stride_vn, g, g - 1, g * KG if CAUSAL else 0, (g - 1) * KG if CAUSAL else 0,
+                    N, MI, BT, KG, BQ, KQ, D, CAUSAL, MIX == 2, FOLD,
                 )  # fmt: skip
             b_k0 = b_a
             b_k1 = b_l
@@ -806,27 +830,27 @@ def attention_bwd_kernel_pipeline(
             b_qa = tl.load(_packed(q0, N, 0, MI, BT, D))
             b_k = tl.load(_input(k0, N, stride_kn, 0, KG, D))
             b_qa, b_k = _cube_step(
-                b_qa, b_k, q0, v0, do0, q1, do1, dv1, scores, dprobs, probs, ds, part,
+                b_qa, b_k, q0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
                 stride_qn, stride_vn, stride_dn,
                 _packed(q0, N, KG // LB * LB if CAUSAL else 0, MI, BT, D), _input(k0, N, stride_kn, KG, KG, D),
-                0, GROUPS - 1, True, 0, (N - KG) // LB * LB if CAUSAL else 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D,
+                0, GROUPS - 1, True, 0, (N - KG) // LB * LB if CAUSAL else 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS - 1):
                 b_qa, b_k = _cube_step(
-                    b_qa, b_k, q0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
+                    b_qa, b_k, q0, v0, do0, q0, do0, dv0, dk0, scores, dprobs, probs, ds, part,
                     stride_qn, stride_vn, stride_dn,
                     _packed(q0, N, (g + 1) * KG // LB * LB if CAUSAL else 0, MI, BT, D),
                     _input(k0, N, stride_kn, (g + 1) * KG, KG, D),
                     g, g - 1, True, g * KG // LB * LB if CAUSAL else 0, (g - 1) * KG // LB * LB if CAUSAL else 0,
-                    N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D,
+                    N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
                 )  # fmt: skip
             b_k0, b_k1 = _cube_step(
-                b_qa, b_k, q0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
+                b_qa, b_k, q0, v0, do0, q0, do0, dv0, dk0, scores, dprobs, probs, ds, part,
                 stride_qn, stride_vn, stride_dn,
                 _keys(k0, stride_kn, 0, 0, N, KQ, DQ, D), _keys(k0, stride_kn, 1, 0, N, KQ, DQ, D),
                 GROUPS - 1, GROUPS - 2, True,
                 (N - KG) // LB * LB if CAUSAL else 0, (N - 2 * KG) // LB * LB if CAUSAL else 0,
-                N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D,
+                N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
             )  # fmt: skip
         else:
             for u in range(0, GROUPS, 2):
@@ -836,26 +860,27 @@ def attention_bwd_kernel_pipeline(
                 b_qa = tl.load(_packed(q0, N, 0, MI, BT, D))
                 b_k = tl.load(_input(k0, N, stride_kn, u * KG, KG, D))
                 b_qa, b_k = _cube_step(
-                    b_qa, b_k, q0, v0, do0, qu, dou, dv + hu.to(tl.int64) * N * D, scores, dprobs, probs, ds, part,
+                    b_qa, b_k, q0, v0, do0, qu, dou, dv + hu.to(tl.int64) * N * D, dk + hu.to(tl.int64) * N * D, scores, dprobs, probs, ds, part,
                     stride_qn, stride_vn, stride_dn,
                     _packed(q0, N, 0, MI, BT, D), _input(k0, N, stride_kn, (u + 1) * KG, KG, D),
-                    u, (u + GROUPS - 1) % GROUPS, True, 0, 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D,
+                    u, (u + GROUPS - 1) % GROUPS, True, 0, 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
                 )  # fmt: skip
                 _cube_step(
-                    b_qa, b_k, q0, v0, do0, q0, do0, dv0, scores, dprobs, probs, ds, part,
+                    b_qa, b_k, q0, v0, do0, q0, do0, dv0, dk0, scores, dprobs, probs, ds, part,
                     stride_qn, stride_vn, stride_dn,
                     _packed(q0, N, 0, MI, BT, D), _input(k0, N, stride_kn, u * KG, KG, D),
-                    u + 1, u, False, 0, 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D,
+                    u + 1, u, False, 0, 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
                 )  # fmt: skip
             b_k0 = tl.load(_keys(k0, stride_kn, 0, 0, N, KQ, DQ, D))
             b_k1 = tl.load(_keys(k0, stride_kn, 1, 0, N, KQ, DQ, D))
         if MIX != 2:
-            _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, DQ, D)
+            _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq0, 0, CAUSAL, N, BQ, KQ, DQ, D)
             for d in tl.static_range(DQ, D, DQ):
                 b_k0 = tl.load(_keys(k0, stride_kn, 0, d, N, KQ, DQ, D))
                 b_k1 = tl.load(_keys(k0, stride_kn, 1, d, N, KQ, DQ, D))
-                _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq_part, d, CAUSAL, N, BQ, KQ, DQ, D)
-            _sync_set("cube", "vector", 6)
+                _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq0, d, CAUSAL, N, BQ, KQ, DQ, D)
+            if not FOLD:
+                _sync_set("cube", "vector", 6)
 
         lse0 = lse + h.to(tl.int64) * N
         for g in range(0, GROUPS):
@@ -883,21 +908,22 @@ def attention_bwd_kernel_pipeline(
                 _sync_wait("cube", "vector", 4)
                 start = low + c * MI
                 for r in range(start, tl.minimum(start + MI, N), 2 * R):
-                    _gradient_rows(dprobs, p0, ds0, delta, r, KQ, KG, R)
-                    _gradient_rows(dprobs, p0, ds0, delta, r + R, KQ, KG, R)
+                    _gradient_rows(dprobs, p0, ds0, delta, scale, r, FOLD, KQ, KG, R)
+                    _gradient_rows(dprobs, p0, ds0, delta, scale, r + R, FOLD, KQ, KG, R)
             _sync_set("vector", "cube", 3)
-            # The key gradient of the group before.
-            _sync_wait("cube", "vector", 2)
-            g1 = (g + GROUPS - 1) % GROUPS
-            dk1 = dk + (h - (g == 0).to(tl.int32)).to(tl.int64) * N * D
-            live = ((h > first) | (g > 0)).to(tl.int32)
-            for r in range(0, KG * live, RO):
-                b_o = tl.load(_tile(part + g1 % 2 * KG * D, D, r, 0, RO, D))
-                tl.store(_tile(dk1, D, g1 * KG + r, 0, RO, D), (b_o * scale).to(dk.type.element_ty))
-            # The query gradients of the last head: late, so that they hold up nothing.
-            if (g == 0) & ((h > first) | (MIX == 2)):
-                _sync_wait("cube", "vector", 6)
-                _finish_rows(dq_part, dq + h1.to(tl.int64) * N * D, scale, N, RO, D)
+            if not FOLD:
+                # The key gradient of the group before.
+                _sync_wait("cube", "vector", 2)
+                g1 = (g + GROUPS - 1) % GROUPS
+                dk1 = dk + (h - (g == 0).to(tl.int32)).to(tl.int64) * N * D
+                live = ((h > first) | (g > 0)).to(tl.int32)
+                for r in range(0, KG * live, RO):
+                    b_o = tl.load(_tile(part + g1 % 2 * KG * D, D, r, 0, RO, D))
+                    tl.store(_tile(dk1, D, g1 * KG + r, 0, RO, D), (b_o * scale).to(dk.type.element_ty))
+                # The query gradients of the last head: late, so that they hold up nothing.
+                if (g == 0) & ((h > first) | (MIX == 2)):
+                    _sync_wait("cube", "vector", 6)
+                    _finish_rows(dq_part, dq + h1.to(tl.int64) * N * D, scale, N, RO, D)
         _sync_set("vector", "cube", 5)
         _delta_rows(
             out,
@@ -925,7 +951,7 @@ def attention_bwd_kernel_pipeline(
     end1 = N - KG
     p1 = probs + (GROUPS - 1) % 2 * N * KG
     ds1 = _group(ds, GROUPS - 1, N, KG, KQ)
-    part1 = part + (GROUPS - 1) % 2 * KG * D
+    part1 = _finished(part, dk + h1.to(tl.int64) * N * D, GROUPS - 1, FOLD, KG, D)
     low = 0
     if CAUSAL:
         low = end1 // LB * LB
@@ -940,8 +966,12 @@ def attention_bwd_kernel_pipeline(
                 k1 = k + (h1 // H).to(tl.int64) * stride_kz + (h1 % H).to(tl.int64) * stride_kh
                 b_k0 = tl.load(_keys(k1, stride_kn, 0, 0, N, KQ, D, D))
                 b_k1 = tl.load(_keys(k1, stride_kn, 1, 0, N, KQ, D, D))
-                _query_phase(b_k0, b_k1, k1, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, D, D)
-                _sync_set("cube", "vector", 6)
+                dq1 = dq_part
+                if FOLD:
+                    dq1 = dq + h1.to(tl.int64) * N * D
+                _query_phase(b_k0, b_k1, k1, stride_kn, ds, dq1, 0, CAUSAL, N, BQ, KQ, D, D)
+                if not FOLD:
+                    _sync_set("cube", "vector", 6)
         else:
             for half in tl.static_range(0, KG, KH):
                 b_g = tl.zeros([KH, D], tl.float32)
@@ -954,10 +984,11 @@ def attention_bwd_kernel_pipeline(
                 for m in range(low, N, KE):
                     b_ds = tl.load(_tile(ds1, KQ, m, half, KE, KH))
                     b_h = tl.dot(tl.trans(b_ds), tl.load(_input(q1, N, stride_qn, m, KE, D)), b_h)
-                tl.store(_tile(part1, D, half, 0, KH, D), b_h)
-    _sync_set("cube", "vector", 2)
-    _sync_wait("cube", "vector", 2)
-    if first < last:
+                tl.store(_tile(part1, D, half, 0, KH, D), b_h.to(part1.type.element_ty))
+    if not FOLD:
+        _sync_set("cube", "vector", 2)
+        _sync_wait("cube", "vector", 2)
+    if first < last and not FOLD:
         _finish_rows(part1, dk + h1.to(tl.int64) * N * D + end1 * D, scale, KG, RO, D)
         _sync_wait("cube", "vector", 6)
         _finish_rows(dq_part, dq + h1.to(tl.int64) * N * D, scale, N, RO, D)
@@ -1200,6 +1231,12 @@ def get_path_bwd(Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool, cores:
     return "pipeline" if fits and release.startswith(("1.0", "1.1")) else "general"
 
 
+def _folds(scale: float) -> bool:
+    """Whether dS may carry the scale to dK and dQ: a power of two that costs dS, in fp16, no more than
+    the last bit of its smallest numbers."""
+    return scale in (0.5, 1.0, 2.0)
+
+
 def pipeline_scratch(N_CTX: int, HEAD_DIM: int, causal: bool, cores: int) -> dict[str, int]:
     """Elements of the pipeline's scratch buffers, all cores together: in fp32 delta, scores,
     dprobs, part and dq_part, in q's dtype probs and ds."""
@@ -1241,7 +1278,7 @@ def _backward_pipeline(dout, q, k, v, out, lse, causal, scale, cores):
     attention_bwd_kernel_pipeline[(cores,)](
         q, k, v, out, dout, lse, dq, dk, dv, *scratch,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dout.stride()[:3],
-        scale, h, z * h, CAUSAL=causal, N=n, D=d, **_PIPELINES[d, causal],
+        scale, h, z * h, CAUSAL=causal, N=n, D=d, FOLD=int(_folds(scale)), **_PIPELINES[d, causal],
         **_PIPELINE_OPTIONS,
     )  # fmt: skip
     return dq, dk, dv
