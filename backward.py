@@ -567,15 +567,14 @@ def _mixed_phase(
             if NEXT_A or NEXT_W:
                 b_ln = tl.load(p_l)
                 b_rn = tl.load(p_r)
-        b_g = _mixed_piece(b_a, b_l, b_r, b_w, b_x, b_g, out, row, row >= LOW, row >= LOW1, F, BT, KG, D)
-        if row >= LOW:
-            _sync_set("cube", "vector", EVENT)
-        if row + MI >= N:
             if AWAIT >= 0:
                 _sync_wait("vector", "cube", AWAIT)
             if NEXT_W:
                 b_wn = tl.load(p_w)
                 b_xn = tl.load(p_x)
+        b_g = _mixed_piece(b_a, b_l, b_r, b_w, b_x, b_g, out, row, row >= LOW, row >= LOW1, F, BT, KG, D)
+        if row >= LOW:
+            _sync_set("cube", "vector", EVENT)
         b_a = b_an
         b_w = b_wn
         b_x = b_xn
