@@ -613,13 +613,13 @@ def _mixed_step(
     p_w = _packed(_group(ds, g1, N, KG, KQ), N, LOW1, MI, BT, KG)
     p_x = _packed(q1, N, LOW1, MI, BT, D)
     if LATE and g == 0:
-        b_k0, b_k1, _, _, _ = _mixed_phase(
+        b_k0, b_k1, _, b_ds, _ = _mixed_phase(
             b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
             _keys(k1, stride_kn, 0, 0, N, KQ, D, D), _keys(k1, stride_kn, 1, 0, N, KQ, D, D),
-            _keys(k1, stride_kn, 1, 0, N, KQ, D, D), k1, k1,
-            0, -1, True, False, LOW, LOW1, N, MI, BT, KG, D,
+            _keys(k1, stride_kn, 1, 0, N, KQ, D, D), _tile(ds, KQ, 0, 0, BQ, KQ), _keys(k1, stride_kn, 1, 0, N, KQ, D, D),
+            0, -1, True, True, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
-        _query_phase(b_k0, b_k1, k1, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, D, D)
+        _query_phase(b_k0, b_k1, b_ds, k1, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, D, D)
         if not FOLD:
             _sync_set("cube", "vector", 6)
         b_a = tl.load(_packed(do0, N, LOW, MI, BT, D))
@@ -677,14 +677,13 @@ def _keys(
 
 @triton.jit
 def _query_phase(
-    b_k0, b_k1, k, stride_k, ds, dq_part, column: tl.constexpr,
+    b_k0, b_k1, b_ds, k, stride_k, ds, dq_part, column: tl.constexpr,
     CAUSAL: tl.constexpr, N: tl.constexpr, BQ: tl.constexpr, KQ: tl.constexpr, DQ: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dS K of one head, DQ columns, in tiles of BQ queries and four steps of KQ keys. The first
     two of the keys' tiles are loaded already."""
     b_k2 = b_k0
     b_k3 = b_k0
-    b_ds = tl.load(_tile(ds, KQ, 0, 0, BQ, KQ))
     for m in tl.static_range(0, N, BQ):
         for n in tl.static_range(0, m + BQ if CAUSAL else N, KQ):
             b_n = b_ds
@@ -873,11 +872,11 @@ def attention_bwd_kernel_pipeline(
             b_k0 = tl.load(_keys(k0, stride_kn, 0, 0, N, KQ, DQ, D))
             b_k1 = tl.load(_keys(k0, stride_kn, 1, 0, N, KQ, DQ, D))
         if MIX != 2:
-            _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq0, 0, CAUSAL, N, BQ, KQ, DQ, D)
+            _query_phase(b_k0, b_k1, tl.load(_tile(ds, KQ, 0, 0, BQ, KQ)), k0, stride_kn, ds, dq0, 0, CAUSAL, N, BQ, KQ, DQ, D)
             for d in tl.static_range(DQ, D, DQ):
                 b_k0 = tl.load(_keys(k0, stride_kn, 0, d, N, KQ, DQ, D))
                 b_k1 = tl.load(_keys(k0, stride_kn, 1, d, N, KQ, DQ, D))
-                _query_phase(b_k0, b_k1, k0, stride_kn, ds, dq0, d, CAUSAL, N, BQ, KQ, DQ, D)
+                _query_phase(b_k0, b_k1, tl.load(_tile(ds, KQ, 0, 0, BQ, KQ)), k0, stride_kn, ds, dq0, d, CAUSAL, N, BQ, KQ, DQ, D)
             if not FOLD:
                 _sync_set("cube", "vector", 6)
 
@@ -968,7 +967,7 @@ def attention_bwd_kernel_pipeline(
                 dq1 = dq_part
                 if FOLD:
                     dq1 = dq + h1.to(tl.int64) * N * D
-                _query_phase(b_k0, b_k1, k1, stride_kn, ds, dq1, 0, CAUSAL, N, BQ, KQ, D, D)
+                _query_phase(b_k0, b_k1, tl.load(_tile(ds, KQ, 0, 0, BQ, KQ)), k1, stride_kn, ds, dq1, 0, CAUSAL, N, BQ, KQ, D, D)
                 if not FOLD:
                     _sync_set("cube", "vector", 6)
         else:
