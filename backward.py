@@ -541,7 +541,7 @@ def _mixed_piece(
 @triton.jit
 def _mixed_phase(
     b_a, b_l, b_r, b_w, b_x, a, w, x, out, target, p_a, p_l, p_r, p_w, p_x,
-    EVENT: tl.constexpr, AWAIT: tl.constexpr, NEXT_A: tl.constexpr, NEXT_W: tl.constexpr, LOW: tl.constexpr,
+    EVENT: tl.constexpr, AWAIT: tl.constexpr, NEXT_A: tl.constexpr, NEXT_W: tl.constexpr, NEXT_X: tl.constexpr, LOW: tl.constexpr,
     LOW1: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Scores A B^T for the queries from LOW on to `out`, mixed with W^T X over those from LOW1 on,
@@ -566,11 +566,13 @@ def _mixed_phase(
                 b_an = tl.load(p_a)
             if NEXT_A or NEXT_W:
                 b_ln = tl.load(p_l)
+            if NEXT_X:
                 b_rn = tl.load(p_r)
             if AWAIT >= 0:
                 _sync_wait("vector", "cube", AWAIT)
             if NEXT_W:
                 b_wn = tl.load(p_w)
+            if NEXT_W and NEXT_X:
                 b_xn = tl.load(p_x)
         b_g = _mixed_piece(b_a, b_l, b_r, b_w, b_x, b_g, out, row, row >= LOW, row >= LOW1, F, BT, KG, D)
         if row >= LOW:
@@ -617,7 +619,7 @@ def _mixed_step(
             b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
             _keys(k1, stride_kn, 0, 0, N, KQ, D, D), _keys(k1, stride_kn, 1, 0, N, KQ, D, D),
             _keys(k1, stride_kn, 1, 0, N, KQ, D, D), _tile(ds, KQ, 0, 0, BQ, KQ), _keys(k1, stride_kn, 1, 0, N, KQ, D, D),
-            0, -1, True, True, LOW, LOW1, N, MI, BT, KG, D,
+            0, -1, True, True, False, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
         _query_phase(b_k0, b_k1, b_ds, k1, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, D, D)
         if not FOLD:
@@ -633,19 +635,19 @@ def _mixed_step(
             b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
             _packed(do0, N, LOW, MI, BT, D),
             _input(v0, N, stride_vn, g * KG, H, D), _input(v0, N, stride_vn, g * KG + H, H, D), p_w, p_x,
-            0, 3, FIRST_A, FIRST_W, LOW, LOW1, N, MI, BT, KG, D,
+            0, 3, FIRST_A, FIRST_W, True, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
     if LATE and LAST:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
             b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, _finished(part, dk1, g1, FOLD, KG, D),
-            k0, k0, k0, k0, k0, 4, -1, False, False, LOW, LOW1, N, MI, BT, KG, D,
+            k0, k0, k0, k0, k0, 4, -1, False, False, False, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
     elif LAST:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
             b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, _finished(part, dk1, g1, FOLD, KG, D),
             _input(k0, N, stride_kn, 0, KQ, D), _input(k0, N, stride_kn, KQ, KQ, D),
             _input(k0, N, stride_kn, KQ, KQ, D), k0, k0,
-            4, -1, True, False, LOW, LOW1, N, MI, BT, KG, D,
+            4, -1, True, False, False, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
     else:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
@@ -653,7 +655,7 @@ def _mixed_step(
             _packed(q0, N, LOW, MI, BT, D),
             _input(k0, N, stride_kn, g * KG + KG, H, D), _input(k0, N, stride_kn, g * KG + KG + H, H, D),
             _packed(probs + g % 2 * N * KG, N, LOW, MI, BT, KG), _packed(do0, N, LOW, MI, BT, D),
-            4, 1, not CAUSAL, True, LOW, LOW1, N, MI, BT, KG, D,
+            4, 1, not CAUSAL, True, True, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
     if not FOLD:
         _sync_set("cube", "vector", 2)
