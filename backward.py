@@ -1198,19 +1198,20 @@ def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, 
 # The pipeline's settings by head dimension and causal: groups of KG keys, scores in tiles of
 # BT x KG out of pieces of MI queries, key gradients in pieces of KP queries, loaded AHEAD pieces
 # ahead, in halves of the keys with SPLIT, between the scores with MIX (in pieces of MI then; BT x
-# KG tiles come in halves); UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
+# KG tiles come in halves; 2: and dq behind the first scores of the next head); FOLD: dS carries a
+# scale that `_folds`; UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
 # in tiles of BQ queries and KQ keys, DQ columns at a time; vector work in chunks of R rows (RD on
 # the diagonal), results in chunks of RO rows. MI / BT divides the first query of each piece.
-_SETTINGS = ("KG", "BT", "MI", "KP", "AHEAD", "BQ", "KQ", "DQ", "UNROLL", "SPLIT", "MIX")
+_SETTINGS = ("KG", "BT", "MI", "KP", "AHEAD", "BQ", "KQ", "DQ", "UNROLL", "SPLIT", "MIX", "FOLD")
 _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
     case: dict(zip(_SETTINGS, values, strict=True)) | {"LB": values[0], "R": 64, "RD": 64, "RO": 64}
     for case, values in {
-        (64, False): (256, 64, 256, 256, 1, 256, 256, 64, 4, 0, 2),
-        (64, True): (256, 64, 512, 256, 1, 256, 256, 64, 4, 0, 0),
-        (128, False): (256, 64, 512, 256, 2, 256, 256, 128, 4, 1, 0),
-        (128, True): (256, 64, 256, 256, 1, 256, 256, 128, 4, 0, 0),
-        (256, False): (128, 128, 256, 256, 1, 256, 256, 128, 2, 0, 0),
-        (256, True): (128, 128, 256, 256, 1, 256, 256, 128, 8, 0, 0),
+        (64, False): (256, 64, 256, 256, 1, 256, 256, 64, 4, 0, 2, 1),
+        (64, True): (256, 64, 512, 256, 1, 256, 256, 64, 4, 0, 0, 0),
+        (128, False): (256, 64, 512, 256, 2, 256, 256, 128, 4, 1, 0, 1),
+        (128, True): (256, 64, 256, 256, 1, 256, 256, 128, 4, 0, 0, 1),
+        (256, False): (128, 128, 256, 256, 1, 256, 256, 128, 2, 0, 0, 1),
+        (256, True): (128, 128, 256, 256, 1, 256, 256, 128, 8, 0, 0, 1),
     }.items()
 }
 _PIPELINE_LENGTHS = (1024,)
@@ -1237,18 +1238,19 @@ def _folds(scale: float) -> bool:
     return scale in (0.5, 1.0, 2.0)
 
 
-def pipeline_scratch(N_CTX: int, HEAD_DIM: int, causal: bool, cores: int) -> dict[str, int]:
+def pipeline_scratch(N_CTX: int, HEAD_DIM: int, causal: bool, cores: int, sm_scale: float) -> dict[str, int]:
     """Elements of the pipeline's scratch buffers, all cores together: in fp32 delta, scores,
-    dprobs, part and dq_part, in q's dtype probs and ds."""
+    dprobs, part and dq_part (these two where dS does not carry the scale), in q's dtype probs and ds."""
     n, group = N_CTX, _PIPELINES[HEAD_DIM, causal]["KG"]
+    fold = _PIPELINES[HEAD_DIM, causal]["FOLD"] and _folds(sm_scale)
     for_one = {
         "delta": n,
         "scores": n * group,
         "dprobs": n * group,
         "probs": 2 * n * group,
         "ds": n * n,
-        "part": 2 * group * HEAD_DIM,
-        "dq_part": n * HEAD_DIM,
+        "part": 1 if fold else 2 * group * HEAD_DIM,
+        "dq_part": 1 if fold else n * HEAD_DIM,
     }
     return {name: cores * elements for name, elements in for_one.items()}
 
@@ -1258,7 +1260,7 @@ def scratch_bytes(Z: int, H: int, N_CTX: int, HEAD_DIM: int, causal: bool, sm_sc
     cores, release = _active_counts()[0], _compiler_release(triton.runtime.driver.active.get_current_device())
     if get_path_bwd(Z, H, N_CTX, HEAD_DIM, causal, cores, release) == "general":
         return 4 * Z * H * N_CTX  # delta
-    sizes = pipeline_scratch(N_CTX, HEAD_DIM, causal, cores)
+    sizes = pipeline_scratch(N_CTX, HEAD_DIM, causal, cores, sm_scale)
     return sum(elements * (2 if name in ("probs", "ds") else 4) for name, elements in sizes.items())
 
 
@@ -1268,17 +1270,18 @@ def _backward_pipeline(dout, q, k, v, out, lse, causal, scale, cores):
     # Several rows are loaded as one of L1, so they must have no gaps.
     q, dout = (x if x.stride(2) == d else x.contiguous() for x in (q, dout))
     dq, dk, dv = (torch.empty((z, h, n, d), dtype=q.dtype, device=q.device) for _ in range(3))
+    fold = _PIPELINES[d, causal]["FOLD"] and _folds(scale)
     # dq reads whole blocks of dS on the diagonal, of which tiles above it are never written.
     scratch = [
         (torch.zeros if name == "ds" and causal else torch.empty)(
             elements, dtype=q.dtype if name in ("probs", "ds") else torch.float32, device=q.device
         )
-        for name, elements in pipeline_scratch(n, d, causal, cores).items()
+        for name, elements in pipeline_scratch(n, d, causal, cores, scale).items()
     ]
     attention_bwd_kernel_pipeline[(cores,)](
         q, k, v, out, dout, lse, dq, dk, dv, *scratch,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dout.stride()[:3],
-        scale, h, z * h, CAUSAL=causal, N=n, D=d, FOLD=int(_folds(scale)), **_PIPELINES[d, causal],
+        scale, h, z * h, CAUSAL=causal, N=n, D=d, **_PIPELINES[d, causal] | {"FOLD": int(fold)},
         **_PIPELINE_OPTIONS,
     )  # fmt: skip
     return dq, dk, dv

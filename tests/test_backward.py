@@ -155,7 +155,7 @@ def test_every_event_of_the_pipeline_reaches_the_compiled_program(d, causal, rel
 
 def test_pipeline_scratch_fits_beside_the_inputs_in_l2() -> None:
     for d, causal in _PIPELINES:
-        sizes = pipeline_scratch(1024, d, causal, 20)
+        sizes = pipeline_scratch(1024, d, causal, 20, 0.3)
         held = sum(elements * (2 if name in ("probs", "ds") else 4) for name, elements in sizes.items())
         assert held <= 128 * 2**20, (d, causal, held / 2**20)
 

@@ -71,7 +71,7 @@ def test_what_cannot_fit_is_not_compiled(change, text) -> None:
 
 BODY = {
     "KG": 256, "BT": 64, "MI": 256, "KP": 256, "AHEAD": 1, "BQ": 256, "KQ": 256, "DQ": 128, "UNROLL": 4, "SPLIT": 0,
-    "MIX": 0, "LB": 256, "R": 64, "RD": 64, "RO": 64,
+    "MIX": 0, "FOLD": 1, "LB": 256, "R": 64, "RD": 64, "RO": 64,
 }  # fmt: skip
 
 
@@ -83,6 +83,7 @@ BODY = {
         ({"BT": 128}, "l0c needs 262144 bytes of 131072"),
         ({"MIX": 1}, "l1 needs"),
         ({"MIX": 1, "SPLIT": 1}, "no such mixed form"),
+        ({"MIX": 2}, "no such mixed form"),
         ({"UNROLL": 2}, "no such body"),
         ({"KG": 512, "LB": 512}, "does not divide the shape"),
         ({"LB": 128}, "does not divide the piece"),

@@ -151,9 +151,14 @@ def _backward_choices(shape: Shape) -> list[list[Settings]]:
         for ahead in (1, 2)
         for split in (0, 1)
     ]
-    mixed = [{"MI": mi, "KP": mi, "AHEAD": 1, "SPLIT": 0, "MIX": 1} for mi in (128, 256)]
+    mixed = [
+        {"MI": mi, "KP": mi, "AHEAD": 1, "SPLIT": 0, "MIX": mix}
+        for mi in (128, 256)
+        for mix in ((1,) if shape.causal else (1, 2))
+    ]
     return [
         [{"RO": ro} for ro in (32, 64, 128)],
+        [{"FOLD": fold} for fold in (0, 1)],
         [{"R": r, "RD": rd} for r in (32, 64, 128) for rd in ((32, 64, 128) if shape.causal else (64,))],
         [{"BQ": bq, "DQ": dq} for bq in (128, 256) for dq in (64, 128, 256)],
         pieces + mixed,
@@ -174,7 +179,7 @@ def _backward_needs(shape: Shape, s: Settings) -> dict[str, int]:
     whole = s["UNROLL"] == n // kg
     if not (whole or (s["UNROLL"] == 2 and not shape.causal and not s["MIX"])):
         raise ValueError("the kernel has no such body")
-    if s["MIX"] and ((kp, s["AHEAD"], s["SPLIT"]) != (mi, 1, 0) or s["LB"] != kg):
+    if s["MIX"] and ((kp, s["AHEAD"], s["SPLIT"]) != (mi, 1, 0) or s["LB"] != kg or shape.causal and s["MIX"] == 2):
         raise ValueError("the kernel has no such mixed form")
     if shape.causal and s["BQ"] > s["KQ"]:
         raise ValueError("the kernel has no such causal form")
@@ -189,7 +194,7 @@ def _backward_needs(shape: Shape, s: Settings) -> dict[str, int]:
     phases.append(2 * s["BQ"] * s["KQ"] + 4 * s["KQ"] * s["DQ"])
     scores, half = (1 if s["MIX"] else 2) * s["BT"] * kg, 2 if s["SPLIT"] else 1
     with mock.patch.dict(backward._PIPELINES, {(d, shape.causal): s}):
-        scratch = backward.pipeline_scratch(n, d, shape.causal, CORES)
+        scratch = backward.pipeline_scratch(n, d, shape.causal, CORES, input_rule().sm_scale)
     return {
         "l1": 2 * max(phases),
         "l0c": 4 * max(scores + (kg * d if s["MIX"] else 0), kg * d // half, s["BQ"] * s["DQ"]),
