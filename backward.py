@@ -386,7 +386,7 @@ def _piece(base, COLS: tl.constexpr, N: tl.constexpr, row: tl.constexpr, MOST: t
 
 @triton.jit
 def _score_phase(
-    b_a, b_b, a, out, p_a0, p_a1, p_x0,
+    b_a, b_b, a, out, p_a0, p_a1, p_x0, p_x1, p_n1,
     EVENT: tl.constexpr, LOW: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
     AHEAD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -395,6 +395,8 @@ def _score_phase(
     b_a0 = b_a
     b_a1 = b_a
     b_x0 = b_a
+    b_x1 = b_a
+    b_n1 = b_a
     for row in tl.static_range(LOW, N, MI):
         if row + MI < N:
             b_n = tl.load(_packed(a, N, row + MI, MI, BT, D))
@@ -404,35 +406,44 @@ def _score_phase(
             b_x0 = tl.load(p_x0)
             if AHEAD == 2:
                 b_a1 = tl.load(p_a1)
+            elif AHEAD == 0:
+                b_x1 = tl.load(p_x1)
+                b_n1 = tl.load(p_n1)
         _products(b_a, b_b, out, row, MI if row + MI <= N else N - row, BT, KG, D)
         _sync_set("cube", "vector", EVENT)
         b_a = b_n
-    return b_a0, b_a1, b_x0
+    return b_a0, b_a1, b_x0, b_x1, b_n1
 
 
 @triton.jit
 def _gradient_phase(
-    b_a, b_a1, b_x, a, x, out, stride_x, p_n0, p_n1,
+    b_a, b_a1, b_x, b_x1, b_n1, a, x, out, stride_x, p_n0, p_n1,
     NEXT: tl.constexpr, LOW: tl.constexpr, PITCH: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, KP: tl.constexpr,
     AHEAD: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A^T X over the queries from LOW on, [KG, D], to out, in pieces of KP rows; the first tiles
     are loaded already. Loads the next phase's first tiles meanwhile."""
     b_n0 = b_a
-    b_n1 = b_a
     for row in tl.static_range(LOW, N, KP):
         b_m = b_x
-        if row + KP < N:
+        if AHEAD == 0:
+            if row + KP < N:
+                b_a1 = tl.load(_piece(a, PITCH, N, row + KP, KP, KG))
+            b_m = b_x1
+            if row + 2 * KP < N:
+                b_x1 = tl.load(_left(x, N, stride_x, row + 2 * KP, KP, D))
+        elif row + KP < N:
             b_m = tl.load(_left(x, N, stride_x, row + KP, KP, D))
         b_a2 = b_a
         if AHEAD == 2:
             if row + 2 * KP < N:
                 b_a2 = tl.load(_piece(a, PITCH, N, row + 2 * KP, KP, KG))
-        elif row + KP < N:
+        elif AHEAD and row + KP < N:
             b_a1 = tl.load(_piece(a, PITCH, N, row + KP, KP, KG))
         if NEXT and row + KP >= N:
             b_n0 = tl.load(p_n0)
-            b_n1 = tl.load(p_n1)
+            if AHEAD:
+                b_n1 = tl.load(p_n1)
         if SPLIT:
             # Two results of half the keys: one is drained while the other is multiplied.
             b_l = tl.trans(_slice(b_a, (0, 0), (b_a.shape[0], KG // 2), (1, 1)))
@@ -477,24 +488,26 @@ def _cube_step(
     p_p = probs + g1 % 2 * N * KG
     p_ds = _group(ds, g1, N, KG, KQ)
     _sync_wait("vector", "cube", 1)
-    b_a0, b_a1, b_x0 = _score_phase(
+    b_a0, b_a1, b_x0, b_x1, b_n1 = _score_phase(
         b_qa, b_k, q0, scores,
         _piece(p_p, KG, N, LOW1, KP, KG), _piece(p_p, KG, N, SECOND, KP, KG), _left(do1, N, stride_dn, LOW1, KP, D),
+        _left(do1, N, stride_dn, SECOND, KP, D), _input(v0, N, stride_vn, g * KG, KG, D),
         0, LOW, N, MI, BT, KG, AHEAD, D,
     )  # fmt: skip
     b_da, b_v = _gradient_phase(
-        b_a0, b_a1, b_x0, p_p, do1, dv1 + g1 * KG * D, stride_dn,
+        b_a0, b_a1, b_x0, b_x1, b_n1, p_p, do1, dv1 + g1 * KG * D, stride_dn,
         _packed(do0, N, LOW, MI, BT, D), _input(v0, N, stride_vn, g * KG, KG, D),
         True, LOW1, KG, N, KG, KP, AHEAD, SPLIT, D,
     )  # fmt: skip
     _sync_wait("vector", "cube", 3)
-    b_a0, b_a1, b_x0 = _score_phase(
+    b_a0, b_a1, b_x0, b_x1, b_n1 = _score_phase(
         b_da, b_v, do0, dprobs,
         _piece(p_ds, KQ, N, LOW1, KP, KG), _piece(p_ds, KQ, N, SECOND, KP, KG), _left(q1, N, stride_qn, LOW1, KP, D),
+        _left(q1, N, stride_qn, SECOND, KP, D), p_n1,
         4, LOW, N, MI, BT, KG, AHEAD, D,
     )  # fmt: skip
     b_n0, b_n1 = _gradient_phase(
-        b_a0, b_a1, b_x0, p_ds, q1, part + g1 % 2 * KG * D, stride_qn, p_n0, p_n1,
+        b_a0, b_a1, b_x0, b_x1, b_n1, p_ds, q1, part + g1 % 2 * KG * D, stride_qn, p_n0, p_n1,
         NEXT, LOW1, KQ, N, KG, KP, AHEAD, SPLIT, D,
     )  # fmt: skip
     _sync_set("cube", "vector", 2)
@@ -1143,7 +1156,7 @@ _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
     for case, values in {
         (64, False): (256, 64, 256, 256, 1, 256, 256, 64, 4, 0, 1),
         (64, True): (256, 64, 512, 256, 1, 256, 256, 64, 4, 0, 0),
-        (128, False): (256, 64, 512, 256, 2, 256, 256, 128, 4, 1, 0),
+        (128, False): (256, 64, 512, 256, 0, 256, 256, 128, 4, 1, 0),
         (128, True): (256, 64, 256, 256, 1, 256, 256, 128, 4, 0, 0),
         (256, False): (128, 128, 256, 256, 1, 256, 256, 128, 2, 0, 0),
         (256, True): (128, 128, 256, 256, 1, 256, 256, 128, 8, 0, 0),
