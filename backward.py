@@ -391,7 +391,8 @@ def _score_phase(
     AHEAD: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A B^T for the queries from LOW on, in pieces of MI rows, each followed by an event; the
-    first piece is loaded already. Loads the next phase's first tiles meanwhile."""
+    first piece is loaded already. Loads the next phase's first tiles meanwhile: one of A and one of
+    X, with AHEAD = 2 two of A, with AHEAD = 0 two of X and the right operand of the scores after it."""
     b_a0 = b_a
     b_a1 = b_a
     b_x0 = b_a
@@ -731,7 +732,8 @@ def attention_bwd_kernel_pipeline(
 
     No two k parts of a product may use the same half of L0 in turn, and a loop that loads drains
     at its end: phases are straight code, their loads stand a phase ahead (AHEAD: tiles of P or
-    dS), and only products of tiles that are on chip stand in loops. SPLIT: dV and dK in two halves
+    dS; 0: the place of the second one goes to
+    the tile of K or V that the next scores need), and only products of tiles that are on chip stand in loops. SPLIT: dV and dK in two halves
     of the keys, so that one is drained while the other is multiplied. MIX (D = 64, where L0C has
     room for both): scores are drained while a gradient is multiplied, S with dV, dP with dK; the
     waits for P and dS then stand at the end of the phase before, at the first load. UNROLL: items in one loop
@@ -1146,7 +1148,7 @@ def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, 
 
 # The pipeline's settings by head dimension and causal: groups of KG keys, scores in tiles of
 # BT x KG out of pieces of MI queries, key gradients in pieces of KP queries, loaded AHEAD pieces
-# ahead, in halves of the keys with SPLIT, between the scores with MIX (in pieces of MI then; BT x
+# ahead (0: P and dS one, Q and dO two, and K or V of the next scores during those before), in halves of the keys with SPLIT, between the scores with MIX (in pieces of MI then; BT x
 # KG tiles come in halves); UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
 # in tiles of BQ queries and KQ keys, DQ columns at a time; vector work in chunks of R rows (RD on
 # the diagonal), results in chunks of RO rows. MI / BT divides the first query of each piece.
