@@ -388,11 +388,12 @@ def _piece(base, COLS: tl.constexpr, N: tl.constexpr, row: tl.constexpr, MOST: t
 def _score_phase(
     b_a, b_b, a, out, p_a0, p_a1, p_x0, p_x1, p_n1,
     EVENT: tl.constexpr, LOW: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
-    AHEAD: tl.constexpr, D: tl.constexpr,
+    AHEAD: tl.constexpr, TWO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A B^T for the queries from LOW on, in pieces of MI rows, each followed by an event; the
     first piece is loaded already. Loads the next phase's first tiles meanwhile: one of A and one of
-    X, with AHEAD = 2 two of A, with AHEAD = 0 two of X and the right operand of the scores after it."""
+    X, with AHEAD = 2 two of A, with AHEAD = 0 two of X (if there are TWO) and the right operand of
+    the scores after it."""
     b_a0 = b_a
     b_a1 = b_a
     b_x0 = b_a
@@ -408,7 +409,8 @@ def _score_phase(
             if AHEAD == 2:
                 b_a1 = tl.load(p_a1)
             elif AHEAD == 0:
-                b_x1 = tl.load(p_x1)
+                if TWO:
+                    b_x1 = tl.load(p_x1)
                 b_n1 = tl.load(p_n1)
         _products(b_a, b_b, out, row, MI if row + MI <= N else N - row, BT, KG, D)
         _sync_set("cube", "vector", EVENT)
@@ -493,7 +495,7 @@ def _cube_step(
         b_qa, b_k, q0, scores,
         _piece(p_p, KG, N, LOW1, KP, KG), _piece(p_p, KG, N, SECOND, KP, KG), _left(do1, N, stride_dn, LOW1, KP, D),
         _left(do1, N, stride_dn, SECOND, KP, D), _input(v0, N, stride_vn, g * KG, KG, D),
-        0, LOW, N, MI, BT, KG, AHEAD, D,
+        0, LOW, N, MI, BT, KG, AHEAD, LOW1 + KP < N, D,
     )  # fmt: skip
     b_da, b_v = _gradient_phase(
         b_a0, b_a1, b_x0, b_x1, b_n1, p_p, do1, dv1 + g1 * KG * D, stride_dn,
@@ -505,7 +507,7 @@ def _cube_step(
         b_da, b_v, do0, dprobs,
         _piece(p_ds, KQ, N, LOW1, KP, KG), _piece(p_ds, KQ, N, SECOND, KP, KG), _left(q1, N, stride_qn, LOW1, KP, D),
         _left(q1, N, stride_qn, SECOND, KP, D), p_n1,
-        4, LOW, N, MI, BT, KG, AHEAD, D,
+        4, LOW, N, MI, BT, KG, AHEAD, LOW1 + KP < N, D,
     )  # fmt: skip
     b_n0, b_n1 = _gradient_phase(
         b_a0, b_a1, b_x0, b_x1, b_n1, p_ds, q1, part + g1 % 2 * KG * D, stride_qn, p_n0, p_n1,
@@ -732,8 +734,8 @@ def attention_bwd_kernel_pipeline(
 
     No two k parts of a product may use the same half of L0 in turn, and a loop that loads drains
     at its end: phases are straight code, their loads stand a phase ahead (AHEAD: tiles of P or
-    dS; 0: the place of the second one goes to
-    the tile of K or V that the next scores need), and only products of tiles that are on chip stand in loops. SPLIT: dV and dK in two halves
+    dS; 0: one, and the place of a second one goes to the tile of K or V that the next scores need and
+    to one more of Q or dO), and only products of tiles that are on chip stand in loops. SPLIT: dV and dK in two halves
     of the keys, so that one is drained while the other is multiplied. MIX (D = 64, where L0C has
     room for both): scores are drained while a gradient is multiplied, S with dV, dP with dK; the
     waits for P and dS then stand at the end of the phase before, at the first load. UNROLL: items in one loop
@@ -1148,7 +1150,8 @@ def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, 
 
 # The pipeline's settings by head dimension and causal: groups of KG keys, scores in tiles of
 # BT x KG out of pieces of MI queries, key gradients in pieces of KP queries, loaded AHEAD pieces
-# ahead (0: P and dS one, Q and dO two, and K or V of the next scores during those before), in halves of the keys with SPLIT, between the scores with MIX (in pieces of MI then; BT x
+# ahead (0: P and dS one, Q and dO two, and K or V of the next scores during those before), in
+# halves of the keys with SPLIT, between the scores with MIX (in pieces of MI then; BT x
 # KG tiles come in halves); UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
 # in tiles of BQ queries and KQ keys, DQ columns at a time; vector work in chunks of R rows (RD on
 # the diagonal), results in chunks of RO rows. MI / BT divides the first query of each piece.
