@@ -391,15 +391,19 @@ def _piece(base, COLS: tl.constexpr, N: tl.constexpr, row: tl.constexpr, MOST: t
 
 @triton.jit
 def _score_phase(
-    b_a, b_b, a, out, p_a0, p_a1, p_x0,
+    b_a, b_b, a, out, p_a0, p_a1, p_x0, p_x1, p_n1,
     EVENT: tl.constexpr, LOW: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
-    AHEAD: tl.constexpr, D: tl.constexpr,
+    AHEAD: tl.constexpr, TWO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A B^T for the queries from LOW on, in pieces of MI rows, each followed by an event; the
-    first piece is loaded already. Loads the next phase's first tiles meanwhile."""
+    first piece is loaded already. Loads the next phase's first tiles meanwhile: one of A and one of
+    X, with AHEAD = 2 two of A, with AHEAD = 0 two of X (if there are TWO) and the right operand of
+    the scores after it."""
     b_a0 = b_a
     b_a1 = b_a
     b_x0 = b_a
+    b_x1 = b_a
+    b_n1 = b_a
     for row in tl.static_range(LOW, N, MI):
         if row + MI < N:
             b_n = tl.load(_packed(a, N, row + MI, MI, BT, D))
@@ -409,35 +413,45 @@ def _score_phase(
             b_x0 = tl.load(p_x0)
             if AHEAD == 2:
                 b_a1 = tl.load(p_a1)
+            elif AHEAD == 0:
+                if TWO:
+                    b_x1 = tl.load(p_x1)
+                b_n1 = tl.load(p_n1)
         _products(b_a, b_b, out, row, MI if row + MI <= N else N - row, BT, KG, D)
         _sync_set("cube", "vector", EVENT)
         b_a = b_n
-    return b_a0, b_a1, b_x0
+    return b_a0, b_a1, b_x0, b_x1, b_n1
 
 
 @triton.jit
 def _gradient_phase(
-    b_a, b_a1, b_x, a, x, out, stride_x, p_n0, p_n1,
+    b_a, b_a1, b_x, b_x1, b_n1, a, x, out, stride_x, p_n0, p_n1,
     NEXT: tl.constexpr, LOW: tl.constexpr, PITCH: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, KP: tl.constexpr,
     AHEAD: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """A^T X over the queries from LOW on, [KG, D], to out, in pieces of KP rows; the first tiles
     are loaded already. Loads the next phase's first tiles meanwhile."""
     b_n0 = b_a
-    b_n1 = b_a
     for row in tl.static_range(LOW, N, KP):
         b_m = b_x
-        if row + KP < N:
+        if AHEAD == 0:
+            if row + KP < N:
+                b_a1 = tl.load(_piece(a, PITCH, N, row + KP, KP, KG))
+            b_m = b_x1
+            if row + 2 * KP < N:
+                b_x1 = tl.load(_left(x, N, stride_x, row + 2 * KP, KP, D))
+        elif row + KP < N:
             b_m = tl.load(_left(x, N, stride_x, row + KP, KP, D))
         b_a2 = b_a
         if AHEAD == 2:
             if row + 2 * KP < N:
                 b_a2 = tl.load(_piece(a, PITCH, N, row + 2 * KP, KP, KG))
-        elif row + KP < N:
+        elif AHEAD and row + KP < N:
             b_a1 = tl.load(_piece(a, PITCH, N, row + KP, KP, KG))
         if NEXT and row + KP >= N:
             b_n0 = tl.load(p_n0)
-            b_n1 = tl.load(p_n1)
+            if AHEAD:
+                b_n1 = tl.load(p_n1)
         if SPLIT:
             # Two results of half the keys: one is drained while the other is multiplied.
             b_l = tl.trans(_slice(b_a, (0, 0), (b_a.shape[0], KG // 2), (1, 1)))
@@ -492,24 +506,26 @@ def _cube_step(
     p_p = probs + g1 % 2 * N * KG
     p_ds = _group(ds, g1, N, KG, KQ)
     _sync_wait("vector", "cube", 1)
-    b_a0, b_a1, b_x0 = _score_phase(
+    b_a0, b_a1, b_x0, b_x1, b_n1 = _score_phase(
         b_qa, b_k, q0, scores,
         _piece(p_p, KG, N, LOW1, KP, KG), _piece(p_p, KG, N, SECOND, KP, KG), _left(do1, N, stride_dn, LOW1, KP, D),
-        0, LOW, N, MI, BT, KG, AHEAD, D,
+        _left(do1, N, stride_dn, SECOND, KP, D), _input(v0, N, stride_vn, g * KG, KG, D),
+        0, LOW, N, MI, BT, KG, AHEAD, LOW1 + KP < N, D,
     )  # fmt: skip
     b_da, b_v = _gradient_phase(
-        b_a0, b_a1, b_x0, p_p, do1, dv1 + g1 * KG * D, stride_dn,
+        b_a0, b_a1, b_x0, b_x1, b_n1, p_p, do1, dv1 + g1 * KG * D, stride_dn,
         _packed(do0, N, LOW, MI, BT, D), _input(v0, N, stride_vn, g * KG, KG, D),
         True, LOW1, KG, N, KG, KP, AHEAD, SPLIT, D,
     )  # fmt: skip
     _sync_wait("vector", "cube", 3)
-    b_a0, b_a1, b_x0 = _score_phase(
+    b_a0, b_a1, b_x0, b_x1, b_n1 = _score_phase(
         b_da, b_v, do0, dprobs,
         _piece(p_ds, KQ, N, LOW1, KP, KG), _piece(p_ds, KQ, N, SECOND, KP, KG), _left(q1, N, stride_qn, LOW1, KP, D),
-        4, LOW, N, MI, BT, KG, AHEAD, D,
+        _left(q1, N, stride_qn, SECOND, KP, D), p_n1,
+        4, LOW, N, MI, BT, KG, AHEAD, LOW1 + KP < N, D,
     )  # fmt: skip
     b_n0, b_n1 = _gradient_phase(
-        b_a0, b_a1, b_x0, p_ds, q1, _finished(part, dk1, g1, FOLD, KG, D), stride_qn, p_n0, p_n1,
+        b_a0, b_a1, b_x0, b_x1, b_n1, p_ds, q1, _finished(part, dk1, g1, FOLD, KG, D), stride_qn, p_n0, p_n1,
         NEXT, LOW1, KQ, N, KG, KP, AHEAD, SPLIT, D,
     )  # fmt: skip
     if not FOLD:
@@ -541,8 +557,9 @@ def _mixed_piece(
 @triton.jit
 def _mixed_phase(
     b_a, b_l, b_r, b_w, b_x, a, w, x, out, target, p_a, p_l, p_r, p_w, p_x,
-    EVENT: tl.constexpr, AWAIT: tl.constexpr, NEXT_A: tl.constexpr, NEXT_W: tl.constexpr, NEXT_X: tl.constexpr, LOW: tl.constexpr,
-    LOW1: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr, D: tl.constexpr,
+    EVENT: tl.constexpr, AWAIT: tl.constexpr, NEXT_A: tl.constexpr, NEXT_W: tl.constexpr, NEXT_X: tl.constexpr,
+    LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """Scores A B^T for the queries from LOW on to `out`, mixed with W^T X over those from LOW1 on,
     [KG, D], to `target`, in pieces of MI queries that are loaded a piece ahead; an event after
@@ -618,7 +635,7 @@ def _mixed_step(
         b_k0, b_k1, _, b_ds, _ = _mixed_phase(
             b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
             _keys(k1, stride_kn, 0, 0, N, KQ, D, D), _keys(k1, stride_kn, 1, 0, N, KQ, D, D),
-            _keys(k1, stride_kn, 1, 0, N, KQ, D, D), _tile(ds, KQ, 0, 0, BQ, KQ), _keys(k1, stride_kn, 1, 0, N, KQ, D, D),
+            _keys(k1, stride_kn, 1, 0, N, KQ, D, D), _tile(ds, KQ, 0, 0, BQ, KQ), k1,
             0, -1, True, True, False, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
         _query_phase(b_k0, b_k1, b_ds, k1, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, D, D)
@@ -741,8 +758,8 @@ def attention_bwd_kernel_pipeline(
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn,
     scale, H, HEADS,
     CAUSAL: tl.constexpr, N: tl.constexpr, KG: tl.constexpr, BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr,
-    AHEAD: tl.constexpr, SPLIT: tl.constexpr, MIX: tl.constexpr, FOLD: tl.constexpr, UNROLL: tl.constexpr, LB: tl.constexpr,
-    BQ: tl.constexpr, KQ: tl.constexpr, DQ: tl.constexpr,
+    AHEAD: tl.constexpr, SPLIT: tl.constexpr, MIX: tl.constexpr, FOLD: tl.constexpr,
+    UNROLL: tl.constexpr, LB: tl.constexpr, BQ: tl.constexpr, KQ: tl.constexpr, DQ: tl.constexpr,
     R: tl.constexpr, RD: tl.constexpr, RO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """All three gradients with cube and vector cores at work at once; whole heads to a program.
@@ -760,7 +777,8 @@ def attention_bwd_kernel_pipeline(
 
     No two k parts of a product may use the same half of L0 in turn, and a loop that loads drains
     at its end: phases are straight code, their loads stand a phase ahead (AHEAD: tiles of P or
-    dS), and only products of tiles that are on chip stand in loops. SPLIT: dV and dK in two halves
+    dS; 0: one, and the place of a second one goes to the tile of K or V that the next scores need and
+    to one more of Q or dO), and only products of tiles that are on chip stand in loops. SPLIT: dV and dK in two halves
     of the keys, so that one is drained while the other is multiplied. MIX (D = 64, where L0C has
     room for both): scores are drained while a gradient is multiplied, S with dV, dP with dK; the
     waits for P and dS then stand at the end of the phase before, at the first load. UNROLL: items in one loop
@@ -816,7 +834,8 @@ def attention_bwd_kernel_pipeline(
                 b_x = tl.load(_packed(do1, N, 0, MI, BT, D))
             b_a, b_l, b_r, b_w, b_x = _mixed_step(
                 b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
-                dq0, k1, stride_kn, stride_vn, 0, GROUPS - 1, 0, LAST1, N, MI, BT, KG, BQ, KQ, D, CAUSAL, MIX == 2, FOLD,
+                dq0, k1, stride_kn, stride_vn, 0, GROUPS - 1, 0, LAST1,
+                N, MI, BT, KG, BQ, KQ, D, CAUSAL, MIX == 2, FOLD,
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS):
                 b_a, b_l, b_r, b_w, b_x = _mixed_step(
@@ -833,7 +852,8 @@ def attention_bwd_kernel_pipeline(
                 b_qa, b_k, q0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
                 stride_qn, stride_vn, stride_dn,
                 _packed(q0, N, KG // LB * LB if CAUSAL else 0, MI, BT, D), _input(k0, N, stride_kn, KG, KG, D),
-                0, GROUPS - 1, True, 0, (N - KG) // LB * LB if CAUSAL else 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
+                0, GROUPS - 1, True, 0, (N - KG) // LB * LB if CAUSAL else 0,
+                N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS - 1):
                 b_qa, b_k = _cube_step(
@@ -860,7 +880,8 @@ def attention_bwd_kernel_pipeline(
                 b_qa = tl.load(_packed(q0, N, 0, MI, BT, D))
                 b_k = tl.load(_input(k0, N, stride_kn, u * KG, KG, D))
                 b_qa, b_k = _cube_step(
-                    b_qa, b_k, q0, v0, do0, qu, dou, dv + hu.to(tl.int64) * N * D, dk + hu.to(tl.int64) * N * D, scores, dprobs, probs, ds, part,
+                    b_qa, b_k, q0, v0, do0, qu, dou,
+                    dv + hu.to(tl.int64) * N * D, dk + hu.to(tl.int64) * N * D, scores, dprobs, probs, ds, part,
                     stride_qn, stride_vn, stride_dn,
                     _packed(q0, N, 0, MI, BT, D), _input(k0, N, stride_kn, (u + 1) * KG, KG, D),
                     u, (u + GROUPS - 1) % GROUPS, True, 0, 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
@@ -874,11 +895,13 @@ def attention_bwd_kernel_pipeline(
             b_k0 = tl.load(_keys(k0, stride_kn, 0, 0, N, KQ, DQ, D))
             b_k1 = tl.load(_keys(k0, stride_kn, 1, 0, N, KQ, DQ, D))
         if MIX != 2:
-            _query_phase(b_k0, b_k1, tl.load(_tile(ds, KQ, 0, 0, BQ, KQ)), k0, stride_kn, ds, dq0, 0, CAUSAL, N, BQ, KQ, DQ, D)
+            b_ds = tl.load(_tile(ds, KQ, 0, 0, BQ, KQ))
+            _query_phase(b_k0, b_k1, b_ds, k0, stride_kn, ds, dq0, 0, CAUSAL, N, BQ, KQ, DQ, D)
             for d in tl.static_range(DQ, D, DQ):
                 b_k0 = tl.load(_keys(k0, stride_kn, 0, d, N, KQ, DQ, D))
                 b_k1 = tl.load(_keys(k0, stride_kn, 1, d, N, KQ, DQ, D))
-                _query_phase(b_k0, b_k1, tl.load(_tile(ds, KQ, 0, 0, BQ, KQ)), k0, stride_kn, ds, dq0, d, CAUSAL, N, BQ, KQ, DQ, D)
+                b_ds = tl.load(_tile(ds, KQ, 0, 0, BQ, KQ))
+                _query_phase(b_k0, b_k1, b_ds, k0, stride_kn, ds, dq0, d, CAUSAL, N, BQ, KQ, DQ, D)
             if not FOLD:
                 _sync_set("cube", "vector", 6)
 
@@ -969,7 +992,8 @@ def attention_bwd_kernel_pipeline(
                 dq1 = dq_part
                 if FOLD:
                     dq1 = dq + h1.to(tl.int64) * N * D
-                _query_phase(b_k0, b_k1, tl.load(_tile(ds, KQ, 0, 0, BQ, KQ)), k1, stride_kn, ds, dq1, 0, CAUSAL, N, BQ, KQ, D, D)
+                b_ds = tl.load(_tile(ds, KQ, 0, 0, BQ, KQ))
+                _query_phase(b_k0, b_k1, b_ds, k1, stride_kn, ds, dq1, 0, CAUSAL, N, BQ, KQ, D, D)
                 if not FOLD:
                     _sync_set("cube", "vector", 6)
         else:
@@ -1197,9 +1221,10 @@ def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, 
 
 # The pipeline's settings by head dimension and causal: groups of KG keys, scores in tiles of
 # BT x KG out of pieces of MI queries, key gradients in pieces of KP queries, loaded AHEAD pieces
-# ahead, in halves of the keys with SPLIT, between the scores with MIX (in pieces of MI then; BT x
-# KG tiles come in halves; 2: and dq behind the first scores of the next head); FOLD: dS carries a
-# scale that `_folds`; UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
+# ahead (0: P and dS one, Q and dO two, and K or V of the next scores during those before), in
+# halves of the keys with SPLIT, between the scores with MIX (in pieces of MI then; BT x KG tiles
+# come in halves; 2: and dq behind the first scores of the next head); FOLD: dS carries a scale that
+# `_folds`; UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
 # in tiles of BQ queries and KQ keys, DQ columns at a time; vector work in chunks of R rows (RD on
 # the diagonal), results in chunks of RO rows. MI / BT divides the first query of each piece.
 _SETTINGS = ("KG", "BT", "MI", "KP", "AHEAD", "BQ", "KQ", "DQ", "UNROLL", "SPLIT", "MIX", "FOLD")
@@ -1207,8 +1232,8 @@ _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
     case: dict(zip(_SETTINGS, values, strict=True)) | {"LB": values[0], "R": 64, "RD": 64, "RO": 64}
     for case, values in {
         (64, False): (256, 64, 256, 256, 1, 256, 256, 64, 4, 0, 2, 1),
-        (64, True): (256, 64, 512, 256, 1, 256, 256, 64, 4, 0, 0, 0),
-        (128, False): (256, 64, 512, 256, 2, 256, 256, 128, 4, 1, 0, 1),
+        (64, True): (256, 64, 512, 256, 0, 256, 256, 64, 4, 0, 0, 0),
+        (128, False): (256, 64, 512, 256, 0, 256, 256, 128, 4, 1, 0, 1),
         (128, True): (256, 64, 256, 256, 1, 256, 256, 128, 4, 0, 0, 1),
         (256, False): (128, 128, 256, 256, 1, 256, 256, 128, 2, 0, 0, 1),
         (256, True): (128, 128, 256, 256, 1, 256, 256, 128, 8, 0, 0, 1),

@@ -148,7 +148,7 @@ def _backward_choices(shape: Shape) -> list[list[Settings]]:
         {"MI": mi, "KP": kp, "AHEAD": ahead, "SPLIT": split, "MIX": 0}
         for mi in (256, 512)
         for kp in (256, 512)
-        for ahead in (1, 2)
+        for ahead in (0, 1, 2)
         for split in (0, 1)
     ]
     mixed = [
@@ -186,6 +186,8 @@ def _backward_needs(shape: Shape, s: Settings) -> dict[str, int]:
     count = n // kp  # pieces of a gradient; so many of their tiles lie on chip at once
     if s["MIX"]:
         phases = [2 * (2 * mi * d + mi * kg) + kg * d]
+    elif not s["AHEAD"]:
+        phases = [mi * d + 2 * kg * d + kp * kg + 2 * kp * d, 2 * kp * kg + min(3, count) * kp * d + kg * d]
     else:
         phases = [
             mi * d + kg * d + min(s["AHEAD"], count) * kp * kg + kp * d,

@@ -404,8 +404,8 @@ _BACKWARD = (
     ),
     Technique(
         "backward",
-        "tiles of P and dS loaded two ahead",
-        "one ahead",
+        "K or V of the next scores, and a second tile of Q or dO, loaded during the scores",
+        "with the last piece of the gradient between",
         "loaded AHEAD pieces",
         settings={"_PIPELINES": {"AHEAD": 1}},
         needs=_PIPELINE,
@@ -418,8 +418,8 @@ _BACKWARD = (
         "b_da, b_v = _gradient_phase(",
         edits=(
             (
-                "    b_a, b_b, a, out, p_a0, p_a1, p_x0,\n",
-                "    b_a, b_b, p_b, a, out, p_a0, p_a1, p_x0,\n",
+                "    b_a, b_b, a, out, p_a0, p_a1, p_x0, p_x1, p_n1,\n",
+                "    b_a, b_b, p_b, a, out, p_a0, p_a1, p_x0, p_x1, p_n1,\n",
             ),
             (
                 "        _products(b_a, b_b, out, row,",
