@@ -179,7 +179,7 @@ def _backward_needs(shape: Shape, s: Settings) -> dict[str, int]:
     whole = s["UNROLL"] == n // kg
     if not (whole or (s["UNROLL"] == 2 and not shape.causal and not s["MIX"])):
         raise ValueError("the kernel has no such body")
-    if s["MIX"] and ((kp, s["AHEAD"], s["SPLIT"]) != (mi, 1, 0) or s["LB"] != kg or shape.causal and s["MIX"] == 2):
+    if s["MIX"] and ((kp, s["AHEAD"], s["SPLIT"]) != (mi, 1, 0) or s["LB"] != kg or (shape.causal and s["MIX"] == 2)):
         raise ValueError("the kernel has no such mixed form")
     if shape.causal and s["BQ"] > s["KQ"]:
         raise ValueError("the kernel has no such causal form")
