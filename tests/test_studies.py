@@ -139,8 +139,19 @@ def test_a_row_has_a_time_limit(monkeypatch) -> None:
 def test_why_there_is_no_time() -> None:
     error = type("MLIRCompilationError", (Exception,), {})("a\nloc(1): error: cbuf overflow, requires 9 bits\nb")
     assert ablation.told(error) == ("does not compile", "cbuf overflow, requires 9 bits")
+    crash = type("CompileError", (Exception,), {})(
+        "opt: /home/me/opt failed\n#30 0x00 main\n#31 0x01 (/home/me/opt+0x1)"
+    )
+    assert ablation.told(crash) == ("does not compile", "opt: opt failed"), "a stack with folders of the machine"
     assert ablation.told(HazardError("race\nmore")) == ("HazardError", "race")
     assert ablation.told(VirtualNPUError("no such op")) == ("not modelled", "no such op")
+
+
+def test_lines_are_added_at_one_place() -> None:
+    """A line of a technique was added at a second place that looked the same, and its rows did not compile."""
+    item = Technique("forward", "twice", "", "", edits=(("    if FOLD:\n", "    if FOLD:\n        pass\n"),))
+    with pytest.raises(ValueError, match=r"'twice' \d+ times"):
+        ablation.edited(item)
 
 
 def test_a_switch_reaches_the_launch() -> None:

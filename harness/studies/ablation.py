@@ -70,7 +70,8 @@ def edited(chosen: Technique) -> str:
 
     Raises:
         ValueError: a text to replace, or the piece of code that names the technique, is not in
-            the file (the kernel has changed: mend or drop the row).
+            the file (the kernel has changed: mend or drop the row), or a text whose replacement
+            adds lines is there more than once.
     """
     text = source(chosen.suite)
     edits = (*technique(chosen.suite, chosen.of).edits, *chosen.edits) if chosen.of else chosen.edits
@@ -78,6 +79,10 @@ def edited(chosen: Technique) -> str:
         if piece not in text:
             raise ValueError(f"{chosen.suite}.py must have the text {piece!r} of technique {chosen.name!r}")
     for old, new in edits:
+        if new.count("\n") > old.count("\n") and text.count(old) != 1:
+            raise ValueError(
+                f"{chosen.suite}.py has the text {old!r} of technique {chosen.name!r} {text.count(old)} times"
+            )
         text = text.replace(old, new)
     return text
 
@@ -204,9 +209,10 @@ def told(error: Exception) -> tuple[str, str]:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     kind = type(error).__name__
     if kind.endswith(("CompileError", "CompilationError")):
+        lines = [line for line in lines if not re.match(r"#\d+ 0x", line)] or ["the compiler crashed"]  # no stack
         overflows = [line for line in lines if "overflow" in line]
         text = re.sub(r".*error: ", "", (overflows or lines[-1:])[0])
-        return "does not compile", text[:300]
+        return "does not compile", re.sub(r"/\S*/", "", text)[:300]  # no folders of this machine
     frames = traceback.extract_tb(error.__traceback__)
     inside = bool(frames) and Path(frames[-1].filename).parent.name == "virtual_npu"
     if type(error) is VirtualNPUError or (inside and not isinstance(error, VirtualNPUError)):

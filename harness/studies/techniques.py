@@ -450,8 +450,8 @@ _BACKWARD = (
                 "    for r in range(0, 0, R):\n        b_o = tl.load(_input(o,",
             ),
             (
-                '        _sync_set("vector", "cube", 5)\n',
-                '        _sync_set("vector", "cube", 5)\n        delta += N\n',
+                '        _sync_set("vector", "cube", 5)\n        _delta_rows(\n            out,\n',
+                '        _sync_set("vector", "cube", 5)\n        delta += N\n        _delta_rows(\n            out,\n',
             ),
             (
                 "    attention_bwd_kernel_pipeline[(cores,)](\n",
