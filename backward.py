@@ -618,53 +618,30 @@ def _mixed_tail(
 @triton.jit
 def _mixed_step(
     b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
-    dq_part, k1, stride_kn, stride_vn, g: tl.constexpr, g1: tl.constexpr,
+    stride_kn, stride_vn, g: tl.constexpr, g1: tl.constexpr,
     LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
-    BQ: tl.constexpr, KQ: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, LATE: tl.constexpr,
-    FOLD: tl.constexpr,
+    BQ: tl.constexpr, KQ: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """`_cube_step` with the scores between the parts of the gradients. LATE: in a head's first step,
-    behind its scores, dQ of the head before (keys k1), so that nothing waits for that head's last dS."""
+    """`_cube_step` with the scores between the parts of the gradients. A head's last step loads the
+    first tiles of dQ: K twice, and dS."""
     H: tl.constexpr = KG // 2
     LAST: tl.constexpr = (g + 1) * KG >= N
     FIRST_A: tl.constexpr = LOW <= LOW1
     FIRST_W: tl.constexpr = LOW1 <= LOW
     p_w = _packed(_group(ds, g1, N, KG, KQ), N, LOW1, MI, BT, KG)
     p_x = _packed(q1, N, LOW1, MI, BT, D)
-    if LATE and g == 0:
-        b_k0, b_k1, _, b_ds, _ = _mixed_phase(
-            b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
-            _keys(k1, stride_kn, 0, 0, N, KQ, D, D), _keys(k1, stride_kn, 1, 0, N, KQ, D, D),
-            _keys(k1, stride_kn, 1, 0, N, KQ, D, D), _tile(ds, KQ, 0, 0, BQ, KQ), k1,
-            0, -1, True, True, False, LOW, LOW1, N, MI, BT, KG, D,
-        )  # fmt: skip
-        _query_phase(b_k0, b_k1, b_ds, k1, stride_kn, ds, dq_part, 0, CAUSAL, N, BQ, KQ, D, D)
-        if not FOLD:
-            _sync_set("cube", "vector", 6)
-        b_a = tl.load(_packed(do0, N, LOW, MI, BT, D))
-        b_l = tl.load(_input(v0, N, stride_vn, g * KG, H, D))
-        b_r = tl.load(_input(v0, N, stride_vn, g * KG + H, H, D))
-        _sync_wait("vector", "cube", 3)
-        b_w = tl.load(p_w)
-        b_x = tl.load(p_x)
-    else:
-        b_a, b_l, b_r, b_w, b_x = _mixed_phase(
-            b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
-            _packed(do0, N, LOW, MI, BT, D),
-            _input(v0, N, stride_vn, g * KG, H, D), _input(v0, N, stride_vn, g * KG + H, H, D), p_w, p_x,
-            0, 3, FIRST_A, FIRST_W, True, LOW, LOW1, N, MI, BT, KG, D,
-        )  # fmt: skip
-    if LATE and LAST:
+    b_a, b_l, b_r, b_w, b_x = _mixed_phase(
+        b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
+        _packed(do0, N, LOW, MI, BT, D),
+        _input(v0, N, stride_vn, g * KG, H, D), _input(v0, N, stride_vn, g * KG + H, H, D), p_w, p_x,
+        0, 3, FIRST_A, FIRST_W, True, LOW, LOW1, N, MI, BT, KG, D,
+    )  # fmt: skip
+    if LAST:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
             b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, _finished(part, dk1, g1, FOLD, KG, D),
-            k0, k0, k0, k0, k0, 4, -1, False, False, False, LOW, LOW1, N, MI, BT, KG, D,
-        )  # fmt: skip
-    elif LAST:
-        b_a, b_l, b_r, b_w, b_x = _mixed_phase(
-            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, _finished(part, dk1, g1, FOLD, KG, D),
-            _input(k0, N, stride_kn, 0, KQ, D), _input(k0, N, stride_kn, KQ, KQ, D),
-            _input(k0, N, stride_kn, KQ, KQ, D), k0, k0,
-            4, -1, True, False, False, LOW, LOW1, N, MI, BT, KG, D,
+            _input(k0, N, stride_kn, 0, KQ, D), _input(k0, N, stride_kn, KQ, KQ, D), k0,
+            _tile(ds, KQ, 0, 0, BQ, KQ), k0,
+            4, -1, True, True, False, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
     else:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
@@ -781,7 +758,8 @@ def attention_bwd_kernel_pipeline(
     to one more of Q or dO), and only products of tiles that are on chip stand in loops. SPLIT: dV and dK in two halves
     of the keys, so that one is drained while the other is multiplied. MIX (D = 64, where L0C has
     room for both): scores are drained while a gradient is multiplied, S with dV, dP with dK; the
-    waits for P and dS then stand at the end of the phase before, at the first load. UNROLL: items in one loop
+    waits for P and dS then stand at the end of the phase before, at the first load. FOLD: dS carries
+    the scale, so dK and dQ leave the cube finished, and part, dq_part and events 2 and 6 fall away. UNROLL: items in one loop
     body; with a causal mask all, since each has a length of its own. The first item of a program
     multiplies what it finds in scratch; the true dV and dK are written over the result later.
     """
@@ -799,8 +777,6 @@ def attention_bwd_kernel_pipeline(
     _sync_set("vector", "cube", 1)
     _sync_set("vector", "cube", 3)
     if first < last:
-        if MIX == 2:
-            _sync_set("vector", "cube", 5)
         _delta_rows(
             out, dout, delta, first, H, stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn, N, R, D
         )
@@ -812,14 +788,13 @@ def attention_bwd_kernel_pipeline(
         do0 = dout + (h // H).to(tl.int64) * stride_dz + (h % H).to(tl.int64) * stride_dh
         q1 = q + (h1 // H).to(tl.int64) * stride_qz + (h1 % H).to(tl.int64) * stride_qh
         do1 = dout + (h1 // H).to(tl.int64) * stride_dz + (h1 % H).to(tl.int64) * stride_dh
-        k1 = k + (h1 // H).to(tl.int64) * stride_kz + (h1 % H).to(tl.int64) * stride_kh
         dv0 = dv + h.to(tl.int64) * N * D
         dv1 = dv + h1.to(tl.int64) * N * D
         dk0 = dk + h.to(tl.int64) * N * D
         dk1 = dk + h1.to(tl.int64) * N * D
         dq0 = dq_part
         if FOLD:
-            dq0 = dq + (h1 if MIX == 2 else h).to(tl.int64) * N * D
+            dq0 = dq + h.to(tl.int64) * N * D
         # The key gradients run one group behind: the first ones are those of the last head.
         if MIX:
             _sync_wait("vector", "cube", 1)
@@ -834,17 +809,18 @@ def attention_bwd_kernel_pipeline(
                 b_x = tl.load(_packed(do1, N, 0, MI, BT, D))
             b_a, b_l, b_r, b_w, b_x = _mixed_step(
                 b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
-                dq0, k1, stride_kn, stride_vn, 0, GROUPS - 1, 0, LAST1,
-                N, MI, BT, KG, BQ, KQ, D, CAUSAL, MIX == 2, FOLD,
+                stride_kn, stride_vn, 0, GROUPS - 1, 0, LAST1,
+                N, MI, BT, KG, BQ, KQ, D, CAUSAL, FOLD,
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS):
                 b_a, b_l, b_r, b_w, b_x = _mixed_step(
                     b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q0, do0, dv0, dk0, scores, dprobs, probs, ds, part,
-                    dq0, k1, stride_kn, stride_vn, g, g - 1, g * KG if CAUSAL else 0, (g - 1) * KG if CAUSAL else 0,
-                    N, MI, BT, KG, BQ, KQ, D, CAUSAL, MIX == 2, FOLD,
+                    stride_kn, stride_vn, g, g - 1, g * KG if CAUSAL else 0, (g - 1) * KG if CAUSAL else 0,
+                    N, MI, BT, KG, BQ, KQ, D, CAUSAL, FOLD,
                 )  # fmt: skip
             b_k0 = b_a
             b_k1 = b_l
+            b_ds = b_w
         elif UNROLL == GROUPS:
             b_qa = tl.load(_packed(q0, N, 0, MI, BT, D))
             b_k = tl.load(_input(k0, N, stride_kn, 0, KG, D))
@@ -894,16 +870,16 @@ def attention_bwd_kernel_pipeline(
                 )  # fmt: skip
             b_k0 = tl.load(_keys(k0, stride_kn, 0, 0, N, KQ, DQ, D))
             b_k1 = tl.load(_keys(k0, stride_kn, 1, 0, N, KQ, DQ, D))
-        if MIX != 2:
+        if not MIX:
             b_ds = tl.load(_tile(ds, KQ, 0, 0, BQ, KQ))
-            _query_phase(b_k0, b_k1, b_ds, k0, stride_kn, ds, dq0, 0, CAUSAL, N, BQ, KQ, DQ, D)
-            for d in tl.static_range(DQ, D, DQ):
-                b_k0 = tl.load(_keys(k0, stride_kn, 0, d, N, KQ, DQ, D))
-                b_k1 = tl.load(_keys(k0, stride_kn, 1, d, N, KQ, DQ, D))
-                b_ds = tl.load(_tile(ds, KQ, 0, 0, BQ, KQ))
-                _query_phase(b_k0, b_k1, b_ds, k0, stride_kn, ds, dq0, d, CAUSAL, N, BQ, KQ, DQ, D)
-            if not FOLD:
-                _sync_set("cube", "vector", 6)
+        _query_phase(b_k0, b_k1, b_ds, k0, stride_kn, ds, dq0, 0, CAUSAL, N, BQ, KQ, DQ, D)
+        for d in tl.static_range(DQ, D, DQ):
+            b_k0 = tl.load(_keys(k0, stride_kn, 0, d, N, KQ, DQ, D))
+            b_k1 = tl.load(_keys(k0, stride_kn, 1, d, N, KQ, DQ, D))
+            b_ds = tl.load(_tile(ds, KQ, 0, 0, BQ, KQ))
+            _query_phase(b_k0, b_k1, b_ds, k0, stride_kn, ds, dq0, d, CAUSAL, N, BQ, KQ, DQ, D)
+        if not FOLD:
+            _sync_set("cube", "vector", 6)
 
         lse0 = lse + h.to(tl.int64) * N
         for g in range(0, GROUPS):
@@ -944,7 +920,7 @@ def attention_bwd_kernel_pipeline(
                     b_o = tl.load(_tile(part + g1 % 2 * KG * D, D, r, 0, RO, D))
                     tl.store(_tile(dk1, D, g1 * KG + r, 0, RO, D), (b_o * scale).to(dk.type.element_ty))
                 # The query gradients of the last head: late, so that they hold up nothing.
-                if (g == 0) & ((h > first) | (MIX == 2)):
+                if (g == 0) & (h > first):
                     _sync_wait("cube", "vector", 6)
                     _finish_rows(dq_part, dq + h1.to(tl.int64) * N * D, scale, N, RO, D)
         _sync_set("vector", "cube", 5)
@@ -985,17 +961,6 @@ def attention_bwd_kernel_pipeline(
         if MIX:
             _mixed_tail(p1, do1, dv + h1.to(tl.int64) * N * D + end1 * D, N - LAST, N, MI, BT, KG, D)
             _mixed_tail(ds1, q1, part1, N - LAST, N, MI, BT, KG, D)
-            if MIX == 2:
-                k1 = k + (h1 // H).to(tl.int64) * stride_kz + (h1 % H).to(tl.int64) * stride_kh
-                b_k0 = tl.load(_keys(k1, stride_kn, 0, 0, N, KQ, D, D))
-                b_k1 = tl.load(_keys(k1, stride_kn, 1, 0, N, KQ, D, D))
-                dq1 = dq_part
-                if FOLD:
-                    dq1 = dq + h1.to(tl.int64) * N * D
-                b_ds = tl.load(_tile(ds, KQ, 0, 0, BQ, KQ))
-                _query_phase(b_k0, b_k1, b_ds, k1, stride_kn, ds, dq1, 0, CAUSAL, N, BQ, KQ, D, D)
-                if not FOLD:
-                    _sync_set("cube", "vector", 6)
         else:
             for half in tl.static_range(0, KG, KH):
                 b_g = tl.zeros([KH, D], tl.float32)
@@ -1223,7 +1188,7 @@ def get_tiling_bwd(N_CTX: int, HEAD_DIM: int, causal: bool) -> tuple[tuple[int, 
 # BT x KG out of pieces of MI queries, key gradients in pieces of KP queries, loaded AHEAD pieces
 # ahead (0: P and dS one, Q and dO two, and K or V of the next scores during those before), in
 # halves of the keys with SPLIT, between the scores with MIX (in pieces of MI then; BT x KG tiles
-# come in halves; 2: and dq behind the first scores of the next head); FOLD: dS carries a scale that
+# come in halves); FOLD: dS carries a scale that
 # `_folds`; UNROLL groups in a loop body, with a causal mask LB queries at a time on the diagonal; dq
 # in tiles of BQ queries and KQ keys, DQ columns at a time; vector work in chunks of R rows (RD on
 # the diagonal), results in chunks of RO rows. MI / BT divides the first query of each piece.
@@ -1231,7 +1196,7 @@ _SETTINGS = ("KG", "BT", "MI", "KP", "AHEAD", "BQ", "KQ", "DQ", "UNROLL", "SPLIT
 _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
     case: dict(zip(_SETTINGS, values, strict=True)) | {"LB": values[0], "R": 64, "RD": 64, "RO": 64}
     for case, values in {
-        (64, False): (256, 64, 256, 256, 1, 256, 256, 64, 4, 0, 2, 1),
+        (64, False): (256, 64, 256, 256, 1, 256, 256, 64, 4, 0, 1, 1),
         (64, True): (256, 64, 512, 256, 0, 256, 256, 64, 4, 0, 0, 0),
         (128, False): (256, 64, 512, 256, 0, 256, 256, 128, 4, 1, 0, 1),
         (128, True): (256, 64, 256, 256, 1, 256, 256, 128, 4, 0, 0, 1),
