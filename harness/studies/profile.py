@@ -91,7 +91,7 @@ def profile(program: Program, timed: Timed, hbm_share: Mapping[str, float]) -> P
                 continue  # counted for a stretch of code, not for a line
             line = step.op.place
             if step.cycles:
-                _add(result.busy.setdefault(line, {}), lane(core.kind, step.pipe), step.cycles * number)
+                _add(result.busy.setdefault(line, {}), lane(core.kind, step.pipe), timed.cycles_of(step) * number)
             share = hbm_share.get(str(step.argument), 0.0)
             amounts = (step.l1_bytes, step.read_bytes, step.read_bytes * share, step.write_bytes)
             for level, amount in zip(LEVELS, amounts, strict=True):

@@ -51,7 +51,8 @@ class Step:
 
     op: Op
     pipe: str
-    cycles: float = 0.0
+    cycles: float = 0.0  # with the memory to itself
+    moving: float = 0.0  # of these, those that contention stretches
     read_bytes: float = 0.0
     write_bytes: float = 0.0
     argument: int | None = None
@@ -387,7 +388,7 @@ class TimingLowering(Lowering):
 
         self.functions[name] = cost_of
         texts = ", ".join("None" if s is None else "(" + "".join(f"{d}, " for d in s) + ")" for s in shapes)
-        index = self._dynamic_step(Step(op, "V"))
+        index = self._dynamic_step(Step(op, "V", 1.0))
         self.emit(indent, f"c = {name}({texts})", op)
         self.emit(indent, "if c.scalar:")
         self._round_trip(op, indent + 1, "c.scalar")
@@ -417,7 +418,7 @@ class TimingLowering(Lowering):
             latency, cycles = self.costs.transfer(path, total)
             if total:
                 self.emit(indent, f"{time} = ({time} if {time} > s else s) + {latency!r} + {cycles!r} * {factor}", op)
-            step = Step(op, pipe, latency + cycles, argument=argument)
+            step = Step(op, pipe, latency + cycles, cycles, argument=argument)
             if pipe == "MTE3":
                 step.write_bytes = total
             else:
@@ -427,12 +428,14 @@ class TimingLowering(Lowering):
         name = f"c{op.number}"
         costs = self.costs
         self.functions[name] = lambda *sizes: costs.transfer(path, math.prod(sizes) * size)
-        step = Step(op, pipe, argument=argument)
-        index = self._dynamic_step(step)
-        step.read_bytes, step.write_bytes = (0.0, 1.0) if pipe == "MTE3" else (1.0, 0.0)
         rate = self.costs.constants[path]["bytes_per_cycle"]
+        step = Step(op, pipe, 1.0 / rate, 1.0 / rate, argument=argument)
+        index = self._dynamic_step(step)
+        start = self._dynamic_step(Step(op, pipe, 1.0))
+        step.read_bytes, step.write_bytes = (0.0, 1.0) if pipe == "MTE3" else (1.0, 0.0)
         self.emit(indent, f"c, b = {name}({', '.join(str(d) for d in dims)})", op)
         self.emit(indent, f"{time} = ({time} if {time} > s else s) + c + b * {factor}; d[{index}] += b * {rate!r}")
+        self.emit(indent, f"d[{start}] += c")
 
     def _fixpipe(self, op: Op, indent: int) -> None:
         dims, static = self._sizes(op, 1)
@@ -445,13 +448,23 @@ class TimingLowering(Lowering):
             cycles = self.costs.fixpipe(rows, cols)
             self.emit(indent, f"tF = (tF if tF > s else s) + {head!r} + {cycles - head!r} * kl", op)
             argument = self.argument(op.operands[1])
-            self._step(Step(op, "FIX", cycles, write_bytes=rows * cols * size, argument=argument))
+            self._step(Step(op, "FIX", cycles, cycles - head, write_bytes=rows * cols * size, argument=argument))
             return
         name = f"c{op.number}"
-        self.functions[name] = self.costs.fixpipe
-        index = self._dynamic_step(Step(op, "FIX", write_bytes=1.0))
+        costs = self.costs
+
+        def drain(rows: int, cols: int) -> tuple[float, float]:
+            cycles = costs.fixpipe(rows, cols)
+            return (head, cycles - head) if cycles else (0.0, 0.0)
+
+        self.functions[name] = drain
+        written = self._dynamic_step(Step(op, "FIX", write_bytes=1.0))
+        start = self._dynamic_step(Step(op, "FIX", 1.0))
+        moving = self._dynamic_step(Step(op, "FIX", 1.0, 1.0))
         self.emit(indent, f"r, c = {', '.join(str(d) for d in dims)}", op)
-        self.emit(indent, f"if r and c: tF = (tF if tF > s else s) + {name}(r, c) * kl; d[{index}] += r * c * {size}")
+        self.emit(indent, f"h, b = {name}(r, c)")
+        self.emit(indent, "tF = (tF if tF > s else s) + h + b * kl")
+        self.emit(indent, f"d[{written}] += r * c * {size}; d[{start}] += h; d[{moving}] += b")
 
     def _mmad(self, op: Op, indent: int) -> None:
         """The macro's own loop (ops_cube.k_parts) with its events."""
@@ -600,8 +613,8 @@ class TimingLowering(Lowering):
                     t1 = max(t1, e[i])
             return t1, tm
 
-        first = self._dynamic_step(Step(op, "M"))
-        second = self._dynamic_step(Step(op, "MTE1"))
+        first = self._dynamic_step(Step(op, "M", 1.0))
+        second = self._dynamic_step(Step(op, "MTE1", 1.0))
         third = self._dynamic_step(Step(op, "M", mac_cycles=1.0))
         name = f"c{op.number}"
         self.functions[name] = macro
@@ -912,10 +925,18 @@ Running = Generator[tuple[int, int], None, None]
 
 @dataclass
 class Timed:
-    """Result of one core's programs: end times, and the cores with their counters."""
+    """Result of one core's programs: end times, the cores with their counters, and the stretch of
+    transfers by contention: `kl` of what is written, `ka` of what is read, by argument."""
 
     cycles: float
     cores: list[TimedCore]
+    kl: float
+    ka: Any
+
+    def cycles_of(self, step: Step) -> float:
+        """Cycles that one execution of a step keeps its pipe busy."""
+        factor = self.kl if step.pipe in ("MTE3", "FIX") else self.ka[step.argument]
+        return step.cycles + step.moving * (factor - 1.0) if step.moving else step.cycles
 
 
 class Timer:
@@ -967,7 +988,7 @@ class Timer:
                     del running[core_]
                     waits.pop(core_, None)
             start = max(core.end for core in cores)
-        return Timed(start, cores)
+        return Timed(start, cores, kl, ka)
 
 
 def _timer(program: Program, state: State) -> Timer:
@@ -1163,10 +1184,8 @@ def _report(timed: Timed, program: Program, state: State) -> dict[str, Any]:
         suffix = "" if core.kind == "AIC" else str(core.sub)
         for step, number in core.steps():
             name = names.get(step.pipe)
-            if name is not None and not step.mac_cycles:
-                busy[name + suffix] = busy.get(name + suffix, 0.0) + step.cycles * number
-            elif name is not None:
-                busy[name + suffix] = busy.get(name + suffix, 0.0) + step.cycles * number
+            if name is not None:
+                busy[name + suffix] = busy.get(name + suffix, 0.0) + timed.cycles_of(step) * number
                 mac += step.mac_cycles * number
     traffic = _traffic(timed.cores)
     return {
@@ -1191,7 +1210,7 @@ def _by_line(timed: Timed) -> dict[str, dict[str, float]]:
                 continue
             row = lines.setdefault(step.op.place, {})
             name = PROFILER_NAMES[core.kind].get(step.pipe, step.pipe)
-            row[name] = row.get(name, 0.0) + step.cycles * number
+            row[name] = row.get(name, 0.0) + timed.cycles_of(step) * number
             moved = (step.read_bytes + step.write_bytes) * number
             if moved:
                 key = f"{core.kind.lower()}_gm_bytes"
