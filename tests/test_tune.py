@@ -83,7 +83,6 @@ BODY = {
         ({"BT": 128}, "l0c needs 262144 bytes of 131072"),
         ({"MIX": 1}, "l1 needs"),
         ({"MIX": 1, "SPLIT": 1}, "no such mixed form"),
-        ({"MIX": 2}, "no such mixed form"),
         ({"UNROLL": 2}, "no such body"),
         ({"KG": 512, "LB": 512}, "does not divide the shape"),
         ({"LB": 128}, "does not divide the piece"),

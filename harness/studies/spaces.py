@@ -151,11 +151,7 @@ def _backward_choices(shape: Shape) -> list[list[Settings]]:
         for ahead in (0, 1, 2)
         for split in (0, 1)
     ]
-    mixed = [
-        {"MI": mi, "KP": mi, "AHEAD": 1, "SPLIT": 0, "MIX": mix}
-        for mi in (128, 256)
-        for mix in ((1,) if shape.causal else (1, 2))
-    ]
+    mixed = [{"MI": mi, "KP": mi, "AHEAD": 1, "SPLIT": 0, "MIX": 1} for mi in (128, 256)]
     return [
         [{"RO": ro} for ro in (32, 64, 128)],
         [{"FOLD": fold} for fold in (0, 1)],
@@ -179,7 +175,7 @@ def _backward_needs(shape: Shape, s: Settings) -> dict[str, int]:
     whole = s["UNROLL"] == n // kg
     if not (whole or (s["UNROLL"] == 2 and not shape.causal and not s["MIX"])):
         raise ValueError("the kernel has no such body")
-    if s["MIX"] and ((kp, s["AHEAD"], s["SPLIT"]) != (mi, 1, 0) or s["LB"] != kg or (shape.causal and s["MIX"] == 2)):
+    if s["MIX"] and ((kp, s["AHEAD"], s["SPLIT"]) != (mi, 1, 0) or s["LB"] != kg):
         raise ValueError("the kernel has no such mixed form")
     if shape.causal and s["BQ"] > s["KQ"]:
         raise ValueError("the kernel has no such causal form")

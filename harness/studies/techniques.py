@@ -503,16 +503,6 @@ _BACKWARD = (
     ),
     Technique(
         "backward",
-        "dQ behind the next head's first scores",
-        "dQ at the end of its head: the cube waits for the last dS",
-        "if LATE and g == 0:",
-        settings={"_PIPELINES": {(64, False): {"MIX": 1}}},
-        on="full",
-        needs="LATE",
-        only=("C1-fp16", "C1-bf16"),
-    ),
-    Technique(
-        "backward",
         "dS carries the scale",
         "dK and dQ to scratch in fp32, scaled by the vector cores",
         "if FOLD:",
