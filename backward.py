@@ -758,10 +758,11 @@ def attention_bwd_kernel_pipeline(
     to one more of Q or dO), and only products of tiles that are on chip stand in loops. SPLIT: dV and dK in two halves
     of the keys, so that one is drained while the other is multiplied. MIX (D = 64, where L0C has
     room for both): scores are drained while a gradient is multiplied, S with dV, dP with dK; the
-    waits for P and dS then stand at the end of the phase before, at the first load. FOLD: dS carries
-    the scale, so dK and dQ leave the cube finished, and part, dq_part and events 2 and 6 fall away. UNROLL: items in one loop
-    body; with a causal mask all, since each has a length of its own. The first item of a program
-    multiplies what it finds in scratch; the true dV and dK are written over the result later.
+    waits for P and dS then stand at the end of the phase before, at the first load. FOLD: dS
+    carries the scale, so dK and dQ leave the cube finished; part, dq_part, events 2 and 6 fall away.
+    UNROLL: items in one loop body; with a causal mask all, since each has a length of its own. The
+    first item of a program multiplies what it finds in scratch; the true dV and dK are written over
+    the result later.
     """
     GROUPS: tl.constexpr = N // KG
     pid = tl.program_id(0)
