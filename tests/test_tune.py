@@ -9,7 +9,7 @@ import pytest
 
 from harness.studies import tune
 from harness.studies.spaces import SPACES, Shape, Space, excess, neighbours
-from harness.studies.tune import Rows, Search, case_of, measure
+from harness.studies.tune import TOP, Rows, Search, case_of, measure, right_ones, verify
 
 SHAPE = Shape(1, 40, 1024, 128, True)
 OFFICIAL = [Shape(128, 8, 1024, d, causal) for d in (64, 128, 256) for causal in (False, True)]
@@ -171,3 +171,25 @@ def test_a_trial_of_the_backward_leaves_the_tables_as_they_were() -> None:
     row = measure("backward pipeline", SHAPE, wrong, 20, "1.1.0")
     assert row["status"] == "CompileError" and "overflow" in row["message"]
     assert backward._PIPELINES[128, True] == before
+
+
+@pytest.mark.parametrize("name", ["forward pipeline", "backward pipeline"])
+def test_values_of_settings_are_computed(name) -> None:
+    assert verify(name, SHAPE, SPACES[name].shipped(SHAPE), "1.1.0") == ""
+
+
+def test_a_faster_kernel_that_skips_work_is_not_a_result() -> None:
+    """The tuner once named WP = 512 the best settings of P2: with one tile of rows the kernel
+    then left out half of P V."""
+    name, shape = "forward pipeline", Shape(1, 40, 1024, 256, True)
+    settings = SPACES[name].shipped(shape) | {"WP": 512}
+    assert excess(SPACES[name], shape, settings) == "the kernel has no such form"
+    assert "wrong values" in verify(name, shape, settings, "1.1.0")
+
+
+def test_wrong_settings_are_passed_over(monkeypatch) -> None:
+    monkeypatch.setattr(tune, "verify", lambda name, shape, settings, release: "bad" if settings["a"] < 2 else "")
+    rows = [{"settings": {"a": a}} for a in range(2 + TOP + 2)]
+    right, wrong = right_ones("fake", SHAPE, rows, "1.1.0", Here())
+    assert right == [{"a": a} for a in range(2, 2 + TOP)]
+    assert [row["settings"]["a"] for row in wrong] == [0, 1] and wrong[0]["message"] == "bad"

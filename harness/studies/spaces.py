@@ -5,7 +5,7 @@ A kernel becomes searchable by one more entry in SPACES.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -13,9 +13,10 @@ import torch
 
 from ..configs import input_rule
 from ..virtual_npu.costs import default_constants
-from ..virtual_npu.driver import CORES
+from ..virtual_npu.driver import CORES, state
 
 Settings = dict[str, int]
+Inputs = dict[str, torch.Tensor]
 SCRATCH_LIMIT = 128 << 20  # bytes of global memory on all cores: well inside L2
 
 
@@ -33,11 +34,15 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.z},{self.h},{self.n},{self.d} {'causal' if self.causal else 'full'} {self.dtype}"
 
-    def tensor(self, heads: int | None = None) -> torch.Tensor:
-        """A tensor of the shape whose contents do not matter; `heads` replaces z and h."""
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
+
+    def inputs(self, heads: int | None = None) -> Inputs:
+        """q, k, v, out, dout and lse whose contents do not matter; `heads` replaces z and h."""
         z, h = (self.z, self.h) if heads is None else (1, heads)
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
-        return torch.empty(z, h, self.n, self.d, dtype=dtype)
+        x = torch.empty(z, h, self.n, self.d, dtype=self.torch_dtype)
+        return dict.fromkeys(("q", "k", "v", "out", "dout"), x) | {"lse": torch.empty(z, h, self.n)}
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,15 @@ class Space:
         choices: groups of settings that change together, each with its possible values.
         needs: bytes that settings surely need, by the name of a memory (a key of [memory] in
             hardware.toml without "_bytes", or "scratch"); ValueError if they are impossible.
-        call: runs the kernel with the settings on `heads` heads (None: all).
+        call: the kernel's results with the settings for inputs as `Shape.inputs` gives them, on
+            the cores of the run.
         scratch: bytes of scratch, on all cores, that a shape may have.
     """
 
     shipped: Callable[[Shape], Settings | None]
     choices: Callable[[Shape], list[list[Settings]]]
     needs: Callable[[Shape, Settings], dict[str, int]]
-    call: Callable[[Shape, Settings, int | None], object]
+    call: Callable[[Shape, Settings, Inputs], Sequence[torch.Tensor]]
     scratch: Callable[[Shape], int] = lambda shape: SCRATCH_LIMIT
 
 
@@ -94,11 +100,11 @@ def _pipeline_needs(shape: Shape, s: Settings) -> dict[str, int]:
         raise ValueError("the kernel has no such causal form")
     if shape.n % rows or shape.n % (step if shape.causal else s["KG"]) or s["KG"] % step or step % width:
         raise ValueError("does not divide the shape")
-    if s["HALVES"] == 1 and s["F"] != 2:
+    if s["HALVES"] == 1 and (s["F"] != 2 or (shape.causal and s["WP"] != width)):
         raise ValueError("the kernel has no such form")
     if rows % (2 * s["R"] if shape.causal else s["R"]) or rows % s["RO"] or rows % s["RQ"] or rows > 256:
         raise ValueError("does not divide the rows")
-    scratch = forward._scratch(s, shape.n, d, shape.causal, shape.tensor(1).dtype, CORES)
+    scratch = forward._scratch(s, shape.n, d, shape.causal, shape.torch_dtype, CORES)
     half = s["R"] // 2  # rows of one vector core
     softmax = 4 * half * 2 * s["R"] * 6 if shape.causal else (4 * 2 + 2) * half * s["KG"]
     return {
@@ -109,11 +115,12 @@ def _pipeline_needs(shape: Shape, s: Settings) -> dict[str, int]:
     }
 
 
-def _pipeline_call(shape: Shape, settings: Settings, heads: int | None) -> object:
+def _pipeline_call(shape: Shape, settings: Settings, inputs: Inputs) -> Sequence[torch.Tensor]:
     import forward
 
-    x = shape.tensor(heads)
-    return forward._forward_pipeline(x, x, x, shape.causal, input_rule().sm_scale, CORES, settings)
+    q, k, v = (inputs[name] for name in "qkv")
+    found = forward._forward_pipeline(q, k, v, shape.causal, input_rule().sm_scale, state().cores, settings)
+    return tuple(found)
 
 
 def _general_shipped(shape: Shape) -> Settings | None:
@@ -123,11 +130,11 @@ def _general_shipped(shape: Shape) -> Settings | None:
     return {"block_m": bm, "block_n": bn}
 
 
-def _general_call(shape: Shape, settings: Settings, heads: int | None) -> object:
+def _general_call(shape: Shape, settings: Settings, inputs: Inputs) -> Sequence[torch.Tensor]:
     import forward
 
-    x = shape.tensor(heads)
-    return forward.attention_fwd(x, x, x, shape.causal, input_rule().sm_scale, **settings)
+    q, k, v = (inputs[name] for name in "qkv")
+    return tuple(forward.attention_fwd(q, k, v, shape.causal, input_rule().sm_scale, **settings))
 
 
 def _backward_shipped(shape: Shape) -> Settings | None:
@@ -201,19 +208,18 @@ def _backward_needs(shape: Shape, s: Settings) -> dict[str, int]:
     }
 
 
-def _gradients(shape: Shape, heads: int | None) -> object:
+def _gradients(shape: Shape, inputs: Inputs) -> Sequence[torch.Tensor]:
     import backward
 
-    x = shape.tensor(heads)
-    lse = torch.empty(x.shape[:3])
-    return backward.attention_bwd(x, x, x, x, x, lse, shape.causal, input_rule().sm_scale)
+    dout, q, k, v, out, lse = (inputs[name] for name in ("dout", "q", "k", "v", "out", "lse"))
+    return tuple(backward.attention_bwd(dout, q, k, v, out, lse, shape.causal, input_rule().sm_scale))
 
 
-def _backward_call(shape: Shape, settings: Settings, heads: int | None) -> object:
+def _backward_call(shape: Shape, settings: Settings, inputs: Inputs) -> Sequence[torch.Tensor]:
     import backward
 
     with mock.patch.dict(backward._PIPELINES, {(shape.d, shape.causal): settings}):
-        return _gradients(shape, heads)
+        return _gradients(shape, inputs)
 
 
 def _backward_general_shipped(shape: Shape) -> Settings | None:
@@ -240,7 +246,7 @@ def _backward_general_needs(shape: Shape, s: Settings) -> dict[str, int]:
     }
 
 
-def _backward_general_call(shape: Shape, s: Settings, heads: int | None) -> object:
+def _backward_general_call(shape: Shape, s: Settings, inputs: Inputs) -> Sequence[torch.Tensor]:
     import backward
 
     width = max(16, 1 << (shape.d - 1).bit_length())
@@ -249,7 +255,7 @@ def _backward_general_call(shape: Shape, s: Settings, heads: int | None) -> obje
         mock.patch.dict(backward._TILES_DQ, {width: (s["DQ_M"], s["DQ_N"])}),
         mock.patch.object(backward, "_PIPELINE_LENGTHS", ()),
     ):
-        return _gradients(shape, heads)
+        return _gradients(shape, inputs)
 
 
 SPACES: dict[str, Space] = {

@@ -112,7 +112,7 @@ def timed(name: str, shape: Shape, settings: Settings) -> dict[str, float] | Non
     for label, changes in CONSTANTS.items():
         try:
             with run("timing", release=RELEASE, constants=constants_of(changes)) as record:
-                SPACES[name].call(shape, settings, HEADS)
+                SPACES[name].call(shape, settings, shape.inputs(HEADS))
         except VirtualNPUError:
             return None
         found[label] = round(record.ms * shape.z * shape.h / HEADS, 4)

@@ -8,11 +8,11 @@
 Starts from the shipped settings and climbs: each step tries every change of one group of
 settings, several at a time on `--jobs` processes, and goes on from the best, until a round over
 all groups makes nothing better or `--budget` seconds are over. Settings whose tiles cannot fit
-on chip are dropped before they are compiled. Times are predicted, with few heads; the best ones
-and the shipped ones are timed again at the full size, so what is reported is the shipped
-settings or better ones. Values are not computed: run the tests before shipping what it finds.
-Every tried setting is a row of results/tune.json, which is written after each one; rows of the
-same sources are not made again.
+on chip are dropped before they are compiled. Times are predicted, with few heads; of the best ones
+the values are computed and compared with an fp64 reference (few heads, hazards reported), the best
+right ones and the shipped ones are timed again at the full size, so what is reported is the shipped
+settings or better ones that are right. Every tried setting is a row of results/tune.json, which
+is written after each one; rows of the same sources are not made again.
 
 What may change is in `spaces`.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -30,11 +31,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..configs import SUITES, Case, cases, select
+from ..configs import SUITES, Case, cases, input_rule, select
+from ..reference import reference_bwd, reference_fwd
 from ..results import write_json
 from ..virtual_npu.driver import install, run
 from ..virtual_npu.errors import VirtualNPUError
@@ -42,7 +45,9 @@ from .sources import CLOCK, fingerprint
 from .spaces import SPACES, Settings, Shape, variants
 
 HEADS = 260  # of a trial: 13 for each core
-TOP = 3  # timed again at full size
+TOP = 3  # right ones, timed again at full size
+CHECKED = 12  # values of so many are computed, at most
+RIGHT = 2.0**-7  # largest relative L2 error of right values
 BUDGET = 300.0  # seconds of trials for a shape
 Row = dict[str, Any]
 
@@ -53,13 +58,35 @@ def measure(name: str, shape: Shape, settings: Settings, heads: int | None, rele
     row: Row = {"space": name, "settings": settings, "heads": heads or shape.z * shape.h}
     try:
         with run("timing", release=release) as record:
-            SPACES[name].call(shape, settings, heads)
+            SPACES[name].call(shape, settings, shape.inputs(heads))
     except VirtualNPUError as error:
         row |= {"status": type(error).__name__, "message": str(error).splitlines()[-1][:200]}
     else:
         # Whole milliseconds of the shape: the cores' share of the heads is what grows.
         row |= {"status": "timed", "ms": record.ms * shape.z * shape.h / row["heads"]}
     return row | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def verify(name: str, shape: Shape, settings: Settings, release: str) -> str:
+    """What is wrong with the values of settings, "" if they are right: two heads on one core (long
+    rows: one), hazards reported."""
+    heads = 2 if shape.n <= 2048 else 1
+    rule, generator = input_rule(), torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn((1, heads, shape.n, shape.d), generator=generator) for _ in range(4))
+    q, k, v, dout = (x.to(shape.torch_dtype) for x in (q * rule.std, k * rule.std, v * rule.std, dout * rule.dout_std))
+    out, lse = reference_fwd(q, k, v, shape.causal, rule.sm_scale)
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out.to(shape.torch_dtype), "lse": lse.float()}
+    exact: tuple[torch.Tensor, ...] = (out, lse)
+    if name.startswith("backward"):
+        exact = reference_bwd(dout, q, k, v, shape.causal, rule.sm_scale, out=inputs["out"])
+    try:
+        with run("values", release=release, cores=1, hazards=True):
+            found = SPACES[name].call(shape, settings, inputs)
+    except VirtualNPUError as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+    worst = max(math.inf if math.isnan(error) else error for error in errors)
+    return "" if worst <= RIGHT else f"wrong values: relative L2 error {worst:.2g}"
 
 
 def key(settings: Mapping[str, int]) -> str:
@@ -176,6 +203,25 @@ class Search:
         return sorted(self.timed, key=lambda row: row["ms"])
 
 
+def right_ones(
+    name: str, shape: Shape, rows: list[Row], release: str, pool: ProcessPoolExecutor
+) -> tuple[list[Settings], list[Row]]:
+    """The TOP best settings whose values are right, and the rows of those passed over."""
+    right: list[Settings] = []
+    wrong: list[Row] = []
+    rest = rows[:CHECKED]
+    while rest and len(right) < TOP:
+        wave, rest = rest[: TOP - len(right)], rest[TOP - len(right) :]
+        futures = [pool.submit(verify, name, shape, row["settings"], release) for row in wave]
+        for row, future in zip(wave, futures, strict=True):
+            fault = future.result()
+            if fault:
+                wrong.append({"space": name, "settings": row["settings"], "message": fault})
+            else:
+                right.append(row["settings"])
+    return right, wrong
+
+
 def _trial(until: float, *arguments: Any) -> Row | None:
     """A trial, in a process of the pool; None where its time is over (the clock is the machine's)."""
     return measure(*arguments) if time.monotonic() < until else None
@@ -206,18 +252,22 @@ def tune(shape: Shape, suite: str, names: list[str], arguments: argparse.Namespa
             )
             found[name] = search.climb()
         best: list[Row] = []
+        wrong: list[Row] = []
         for name, rows in found.items():
             if not rows:
                 continue
             shipped = SPACES[name].shipped(shape)
             assert shipped is not None
-            again = [row["settings"] for row in rows[:TOP]]
+            again, faults = right_ones(name, shape, rows, arguments.release, pool)
+            wrong += faults
             again += [shipped] if shipped not in again else []
             for future in [pool.submit(measure, name, shape, s, None, arguments.release) for s in again]:
                 best.append(future.result() | {"shipped": future.result()["settings"] == shipped})
     best.sort(key=lambda row: row.get("ms", float("inf")))
-    table.entry["best"] = best
+    table.entry |= {"best": best, "wrong": wrong}
     table.save()
+    for row in wrong:
+        console.print(f"left out, {row['message']}: {row['space']} {key(row['settings'])}", highlight=False)
     shown = Table(title=f"{suite} {shape}, all heads, times predicted", box=None)
     for heading in ("kernel", "settings", "ms", ""):
         shown.add_column(heading, justify="right" if heading == "ms" else "left")
