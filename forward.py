@@ -815,7 +815,7 @@ _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
 _LONG_GROUP: dict[tuple[int, bool], dict[str, int]] = {
     (64, False): {"KG": 2048, "R": 16, "RO": 64, "RQ": 64, "HALVES": 4, "BH": 64, "BN": 256, "F": 1},
     (64, True): {"KG": 2048},
-    (128, False): {"KG": 2048, "R": 8},
+    (128, False): {"KG": 2048, "R": 8, "RO": 32, "RQ": 64},
     (128, True): {"KG": 2048},
     (256, False): {"KG": 2048, "R": 8},
     (256, True): {"KG": 2048},
