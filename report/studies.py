@@ -227,6 +227,8 @@ def tune(records: Records) -> str:
         mask = "causal" if shape["causal"] else "full"
         name = f"{shape['z']},{shape['h']},{shape['n']},{shape['d']} {mask} {shape['dtype']}"
         tried = str(len(entry["rows"]))
+        if entry.get("wrong"):
+            tried += f", {len(entry['wrong'])} left out: wrong values"
         rows.append([name, first["space"], tried, number(shipped), number(first["ms"]), f"`{text}`"])
     header = ["Z,H,N,D", "kernel", "settings tried", "shipped ms, predicted", "best ms, predicted", "best settings"]
     if not rows:
