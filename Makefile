@@ -92,8 +92,8 @@ roofline: ## floors, pipes and timelines of each case; writes results/roofline.j
 accuracy: ## errors against fp64 over input scales; writes results/accuracy.json
 	$(PY) -m harness.studies.accuracy --jobs $(JOBS) $(ARGS)
 
-test: ## the tests
-	$(PY) -m pytest $(ARGS)
+test: ## the tests, on JOBS processes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-full: ## the slow tests: the whole matrix of shapes (hours)
 	$(PY) -m pytest -m slow $(ARGS)
