@@ -228,7 +228,7 @@ def tune(records: Records) -> str:
         name = f"{shape['z']},{shape['h']},{shape['n']},{shape['d']} {mask} {shape['dtype']}"
         tried = str(len(entry["rows"]))
         if entry.get("wrong"):
-            tried += f", {len(entry['wrong'])} left out: wrong values"
+            tried += f", {len(entry['wrong'])} left out"
         rows.append([name, first["space"], tried, number(shipped), number(first["ms"]), f"`{text}`"])
     header = ["Z,H,N,D", "kernel", "settings tried", "shipped ms, predicted", "best ms, predicted", "best settings"]
     if not rows:
