@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness.configs import SUITES, Case, cases
 from harness.studies import ablation, accuracy, roofline, timelines
@@ -145,6 +146,12 @@ def test_why_there_is_no_time() -> None:
     assert ablation.told(crash) == ("does not compile", "opt: opt failed"), "a stack with folders of the machine"
     assert ablation.told(HazardError("race\nmore")) == ("HazardError", "race")
     assert ablation.told(VirtualNPUError("no such op")) == ("not modelled", "no such op")
+
+
+def test_nan_is_the_largest_error() -> None:
+    exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert ablation.worst_error([exact.half(), torch.tensor([3.0, 4.5])], [exact, exact]) == pytest.approx(0.1)
+    assert ablation.worst_error([torch.tensor([3.0, float("nan")])], [exact]) == float("inf")
 
 
 def test_lines_are_added_at_one_place() -> None:

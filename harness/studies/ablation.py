@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
@@ -269,6 +269,12 @@ def check_values(chosen: Technique) -> dict[str, Any]:
     return {"values": "right", "errors": errors}
 
 
+def worst_error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    """Largest relative L2 error of results beside fp64 ones; infinity for NaN."""
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+    return max(error if error == error else float("inf") for error in errors)
+
+
 def _error(chosen: Technique, std: float, causal: bool) -> float:
     """Largest relative L2 error of the results for inputs of a deviation; infinity for NaN."""
     kernel = module(chosen)
@@ -285,8 +291,7 @@ def _error(chosen: Technique, std: float, causal: bool) -> float:
         else:
             found = kernel.attention_bwd(dout, q, k, v, out.half(), lse.float(), causal, scale)
             exact = reference_bwd(dout, q, k, v, causal, scale, out=out.half())
-    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
-    return max(error if error == error else float("inf") for error in errors)
+    return worst_error(found, exact)
 
 
 @functools.cache

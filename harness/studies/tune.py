@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -41,13 +40,13 @@ from ..reference import reference_bwd, reference_fwd
 from ..results import write_json
 from ..virtual_npu.driver import install, run
 from ..virtual_npu.errors import VirtualNPUError
+from .ablation import RIGHT, worst_error
 from .sources import CLOCK, fingerprint
 from .spaces import SPACES, Settings, Shape, variants
 
 HEADS = 260  # of a trial: 13 for each core
 TOP = 3  # right ones, timed again at full size
 CHECKED = 12  # values of so many are computed, at most
-RIGHT = 2.0**-7  # largest relative L2 error of right values
 BUDGET = 300.0  # seconds of trials for a shape
 Row = dict[str, Any]
 
@@ -84,8 +83,7 @@ def verify(name: str, shape: Shape, settings: Settings, release: str) -> str:
             found = SPACES[name].call(shape, settings, inputs)
     except VirtualNPUError as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
-    worst = max(math.inf if math.isnan(error) else error for error in errors)
+    worst = worst_error(found, exact)
     return "" if worst <= RIGHT else f"wrong values: relative L2 error {worst:.2g}"
 
 
