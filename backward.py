@@ -352,7 +352,9 @@ def _gradient_rows(
 
 
 @triton.jit
-def _products(a, b, out, row: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr, D: tl.constexpr):
+def _products(
+    a, b, out, out1, row: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr, D: tl.constexpr
+):
     """A B^T, [MI, KG], to rows of a scratch from `row` on; A as `_packed` loads it."""
     F: tl.constexpr = MI // BT
     # Two results live in L0C at once: one is drained while the other is computed.
@@ -360,7 +362,7 @@ def _products(a, b, out, row: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, 
         b_x = tl.dot(_slice(a, (0, f * D), (BT, D), (1, 1)), tl.trans(b))
         b_y = tl.dot(_slice(a, (0, f * D + D), (BT, D), (1, 1)), tl.trans(b))
         tl.store(_tile(out, F * KG, row // F, f * KG, BT, KG), b_x)
-        tl.store(_tile(out, F * KG, row // F, f * KG + KG, BT, KG), b_y)
+        tl.store(_tile(out1, F * KG, row // F, f * KG + KG, BT, KG), b_y)
     if F % 2:
         b_z = tl.dot(_slice(a, (0, F * D - D), (BT, D), (1, 1)), tl.trans(b))
         tl.store(_tile(out, F * KG, row // F, F * KG - KG, BT, KG), b_z)
@@ -391,7 +393,7 @@ def _piece(base, COLS: tl.constexpr, N: tl.constexpr, row: tl.constexpr, MOST: t
 
 @triton.jit
 def _score_phase(
-    b_a, b_b, a, out, p_a0, p_a1, p_x0, p_x1, p_n1,
+    b_a, b_b, a, out, out1, p_a0, p_a1, p_x0, p_x1, p_n1,
     EVENT: tl.constexpr, LOW: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
     AHEAD: tl.constexpr, TWO: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -417,7 +419,7 @@ def _score_phase(
                 if TWO:
                     b_x1 = tl.load(p_x1)
                 b_n1 = tl.load(p_n1)
-        _products(b_a, b_b, out, row, MI if row + MI <= N else N - row, BT, KG, D)
+        _products(b_a, b_b, out, out1, row, MI if row + MI <= N else N - row, BT, KG, D)
         _sync_set("cube", "vector", EVENT)
         b_a = b_n
     return b_a0, b_a1, b_x0, b_x1, b_n1
@@ -493,7 +495,7 @@ def _finished(part, dk, g, FOLD: tl.constexpr, KG: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def _cube_step(
-    b_qa, b_k, q0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
+    b_qa, b_k, q0, v0, do0, q1, do1, dv1, dk1, scores, scores1, dprobs, dprobs1, probs, ds, part,
     stride_qn, stride_vn, stride_dn, p_n0, p_n1, g, g1,
     NEXT: tl.constexpr, LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, KG: tl.constexpr,
     BT: tl.constexpr, MI: tl.constexpr, KP: tl.constexpr, AHEAD: tl.constexpr,
@@ -507,7 +509,7 @@ def _cube_step(
     p_ds = _group(ds, g1, N, KG, KQ)
     _sync_wait("vector", "cube", 1)
     b_a0, b_a1, b_x0, b_x1, b_n1 = _score_phase(
-        b_qa, b_k, q0, scores,
+        b_qa, b_k, q0, scores, scores1,
         _piece(p_p, KG, N, LOW1, KP, KG), _piece(p_p, KG, N, SECOND, KP, KG), _left(do1, N, stride_dn, LOW1, KP, D),
         _left(do1, N, stride_dn, SECOND, KP, D), _input(v0, N, stride_vn, g * KG, KG, D),
         0, LOW, N, MI, BT, KG, AHEAD, LOW1 + KP < N, D,
@@ -519,7 +521,7 @@ def _cube_step(
     )  # fmt: skip
     _sync_wait("vector", "cube", 3)
     b_a0, b_a1, b_x0, b_x1, b_n1 = _score_phase(
-        b_da, b_v, do0, dprobs,
+        b_da, b_v, do0, dprobs, dprobs1,
         _piece(p_ds, KQ, N, LOW1, KP, KG), _piece(p_ds, KQ, N, SECOND, KP, KG), _left(q1, N, stride_qn, LOW1, KP, D),
         _left(q1, N, stride_qn, SECOND, KP, D), p_n1,
         4, LOW, N, MI, BT, KG, AHEAD, LOW1 + KP < N, D,
@@ -535,7 +537,7 @@ def _cube_step(
 
 @triton.jit
 def _mixed_piece(
-    b_a, b_l, b_r, b_w, b_x, b_g, out, row: tl.constexpr,
+    b_a, b_l, b_r, b_w, b_x, b_g, out, out1, row: tl.constexpr,
     SCORES: tl.constexpr, GRADIENT: tl.constexpr, F: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Scores A B^T of F BT queries, B in halves, and b_g + W^T X; one may be left out. A, W and X
@@ -550,13 +552,13 @@ def _mixed_piece(
             b_g = tl.dot(tl.trans(b_wf), _slice(b_x, (0, f * D), (BT, D), (1, 1)), b_g)
         if SCORES:
             tl.store(_tile(out, F * KG, row // F, f * KG, BT, H), b_s)
-            tl.store(_tile(out, F * KG, row // F, f * KG + H, BT, H), b_t)
+            tl.store(_tile(out1, F * KG, row // F, f * KG + H, BT, H), b_t)
     return b_g
 
 
 @triton.jit
 def _mixed_phase(
-    b_a, b_l, b_r, b_w, b_x, a, w, x, out, target, p_a, p_l, p_r, p_w, p_x,
+    b_a, b_l, b_r, b_w, b_x, a, w, x, out, out1, target, p_a, p_l, p_r, p_w, p_x,
     EVENT: tl.constexpr, AWAIT: tl.constexpr, NEXT_A: tl.constexpr, NEXT_W: tl.constexpr, NEXT_X: tl.constexpr,
     LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
     D: tl.constexpr,
@@ -581,8 +583,7 @@ def _mixed_phase(
         else:
             if NEXT_A:
                 b_an = tl.load(p_a)
-            if NEXT_A or NEXT_W:
-                b_ln = tl.load(p_l)
+            b_ln = tl.load(p_l)
             if NEXT_X:
                 b_rn = tl.load(p_r)
             if AWAIT >= 0:
@@ -591,7 +592,7 @@ def _mixed_phase(
                 b_wn = tl.load(p_w)
             if NEXT_W and NEXT_X:
                 b_xn = tl.load(p_x)
-        b_g = _mixed_piece(b_a, b_l, b_r, b_w, b_x, b_g, out, row, row >= LOW, row >= LOW1, F, BT, KG, D)
+        b_g = _mixed_piece(b_a, b_l, b_r, b_w, b_x, b_g, out, out1, row, row >= LOW, row >= LOW1, F, BT, KG, D)
         if row >= LOW:
             _sync_set("cube", "vector", EVENT)
         b_a = b_an
@@ -611,13 +612,13 @@ def _mixed_tail(
     for row in tl.static_range(LOW, N, MI):
         b_w = tl.load(_packed(w, N, row, MI, BT, KG))
         b_x = tl.load(_packed(x, N, row, MI, BT, D))
-        b_g = _mixed_piece(b_x, b_x, b_x, b_w, b_x, b_g, target, row, False, True, MI // BT, BT, KG, D)
+        b_g = _mixed_piece(b_x, b_x, b_x, b_w, b_x, b_g, target, target, row, False, True, MI // BT, BT, KG, D)
     tl.store(_tile(target, D, 0, 0, KG, D), b_g.to(target.type.element_ty))
 
 
 @triton.jit
 def _mixed_step(
-    b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
+    b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, dk1, scores, scores1, dprobs, dprobs1, probs, ds, part,
     stride_kn, stride_vn, g: tl.constexpr, g1: tl.constexpr,
     LOW: tl.constexpr, LOW1: tl.constexpr, N: tl.constexpr, MI: tl.constexpr, BT: tl.constexpr, KG: tl.constexpr,
     BQ: tl.constexpr, KQ: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, FOLD: tl.constexpr,
@@ -631,21 +632,23 @@ def _mixed_step(
     p_w = _packed(_group(ds, g1, N, KG, KQ), N, LOW1, MI, BT, KG)
     p_x = _packed(q1, N, LOW1, MI, BT, D)
     b_a, b_l, b_r, b_w, b_x = _mixed_phase(
-        b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, dv1 + g1 * KG * D,
+        b_a, b_l, b_r, b_w, b_x, q0, probs + g1 % 2 * N * KG, do1, scores, scores1, dv1 + g1 * KG * D,
         _packed(do0, N, LOW, MI, BT, D),
         _input(v0, N, stride_vn, g * KG, H, D), _input(v0, N, stride_vn, g * KG + H, H, D), p_w, p_x,
         0, 3, FIRST_A, FIRST_W, True, LOW, LOW1, N, MI, BT, KG, D,
     )  # fmt: skip
     if LAST:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
-            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, _finished(part, dk1, g1, FOLD, KG, D),
+            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, dprobs1,
+            _finished(part, dk1, g1, FOLD, KG, D),
             _input(k0, N, stride_kn, 0, KQ, D), _input(k0, N, stride_kn, KQ, KQ, D), k0,
             _tile(ds, KQ, 0, 0, BQ, KQ), k0,
             4, -1, True, True, False, LOW, LOW1, N, MI, BT, KG, D,
         )  # fmt: skip
     else:
         b_a, b_l, b_r, b_w, b_x = _mixed_phase(
-            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, _finished(part, dk1, g1, FOLD, KG, D),
+            b_a, b_l, b_r, b_w, b_x, do0, _group(ds, g1, N, KG, KQ), q1, dprobs, dprobs1,
+            _finished(part, dk1, g1, FOLD, KG, D),
             _packed(q0, N, LOW, MI, BT, D),
             _input(k0, N, stride_kn, g * KG + KG, H, D), _input(k0, N, stride_kn, g * KG + KG + H, H, D),
             _packed(probs + g % 2 * N * KG, N, LOW, MI, BT, KG), _packed(do0, N, LOW, MI, BT, D),
@@ -730,7 +733,7 @@ def _finish_rows(part, out, scale, COUNT: tl.constexpr, RO: tl.constexpr, D: tl.
 
 @triton.jit
 def attention_bwd_kernel_pipeline(
-    q, k, v, out, dout, lse, dq, dk, dv, delta, scores, dprobs, probs, ds, part, dq_part,
+    q, k, v, out, dout, lse, dq, dk, dv, delta, scores, scores1, dprobs, dprobs1, probs, ds, part, dq_part,
     stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on, stride_dz, stride_dh, stride_dn,
     scale, H, HEADS,
@@ -760,6 +763,9 @@ def attention_bwd_kernel_pipeline(
     room for both): scores are drained while a gradient is multiplied, S with dV, dP with dK; the
     waits for P and dS then stand at the end of the phase before, at the first load. FOLD: dS
     carries the scale, so dK and dQ leave the cube finished; part, dq_part, events 2 and 6 fall away.
+    The scores have two names, and so have the dprobs: bishengir drains fixpipe between any two
+    stores to one argument, though they go to different bytes; results that follow each other go
+    through different arguments.
     UNROLL: items in one loop body; with a causal mask all, since each has a length of its own. The
     first item of a program multiplies what it finds in scratch; the true dV and dK are written over
     the result later.
@@ -770,7 +776,9 @@ def attention_bwd_kernel_pipeline(
     last = (pid + 1) * HEADS // tl.num_programs(0)
     delta += pid * N
     scores += pid * N * KG
+    scores1 += pid * N * KG
     dprobs += pid * N * KG
+    dprobs1 += pid * N * KG
     probs += pid * 2 * N * KG
     ds += pid * N * N
     part += pid * 2 * KG * D
@@ -809,13 +817,15 @@ def attention_bwd_kernel_pipeline(
                 b_w = tl.load(_packed(probs + (GROUPS - 1) % 2 * N * KG, N, 0, MI, BT, KG))
                 b_x = tl.load(_packed(do1, N, 0, MI, BT, D))
             b_a, b_l, b_r, b_w, b_x = _mixed_step(
-                b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
+                b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q1, do1, dv1, dk1,
+                scores, scores1, dprobs, dprobs1, probs, ds, part,
                 stride_kn, stride_vn, 0, GROUPS - 1, 0, LAST1,
                 N, MI, BT, KG, BQ, KQ, D, CAUSAL, FOLD,
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS):
                 b_a, b_l, b_r, b_w, b_x = _mixed_step(
-                    b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q0, do0, dv0, dk0, scores, dprobs, probs, ds, part,
+                    b_a, b_l, b_r, b_w, b_x, q0, k0, v0, do0, q0, do0, dv0, dk0,
+                    scores, scores1, dprobs, dprobs1, probs, ds, part,
                     stride_kn, stride_vn, g, g - 1, g * KG if CAUSAL else 0, (g - 1) * KG if CAUSAL else 0,
                     N, MI, BT, KG, BQ, KQ, D, CAUSAL, FOLD,
                 )  # fmt: skip
@@ -826,7 +836,7 @@ def attention_bwd_kernel_pipeline(
             b_qa = tl.load(_packed(q0, N, 0, MI, BT, D))
             b_k = tl.load(_input(k0, N, stride_kn, 0, KG, D))
             b_qa, b_k = _cube_step(
-                b_qa, b_k, q0, v0, do0, q1, do1, dv1, dk1, scores, dprobs, probs, ds, part,
+                b_qa, b_k, q0, v0, do0, q1, do1, dv1, dk1, scores, scores1, dprobs, dprobs1, probs, ds, part,
                 stride_qn, stride_vn, stride_dn,
                 _packed(q0, N, KG // LB * LB if CAUSAL else 0, MI, BT, D), _input(k0, N, stride_kn, KG, KG, D),
                 0, GROUPS - 1, True, 0, (N - KG) // LB * LB if CAUSAL else 0,
@@ -834,7 +844,7 @@ def attention_bwd_kernel_pipeline(
             )  # fmt: skip
             for g in tl.static_range(1, GROUPS - 1):
                 b_qa, b_k = _cube_step(
-                    b_qa, b_k, q0, v0, do0, q0, do0, dv0, dk0, scores, dprobs, probs, ds, part,
+                    b_qa, b_k, q0, v0, do0, q0, do0, dv0, dk0, scores, scores1, dprobs, dprobs1, probs, ds, part,
                     stride_qn, stride_vn, stride_dn,
                     _packed(q0, N, (g + 1) * KG // LB * LB if CAUSAL else 0, MI, BT, D),
                     _input(k0, N, stride_kn, (g + 1) * KG, KG, D),
@@ -842,7 +852,7 @@ def attention_bwd_kernel_pipeline(
                     N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
                 )  # fmt: skip
             b_k0, b_k1 = _cube_step(
-                b_qa, b_k, q0, v0, do0, q0, do0, dv0, dk0, scores, dprobs, probs, ds, part,
+                b_qa, b_k, q0, v0, do0, q0, do0, dv0, dk0, scores, scores1, dprobs, dprobs1, probs, ds, part,
                 stride_qn, stride_vn, stride_dn,
                 _keys(k0, stride_kn, 0, 0, N, KQ, DQ, D), _keys(k0, stride_kn, 1, 0, N, KQ, DQ, D),
                 GROUPS - 1, GROUPS - 2, True,
@@ -858,13 +868,14 @@ def attention_bwd_kernel_pipeline(
                 b_k = tl.load(_input(k0, N, stride_kn, u * KG, KG, D))
                 b_qa, b_k = _cube_step(
                     b_qa, b_k, q0, v0, do0, qu, dou,
-                    dv + hu.to(tl.int64) * N * D, dk + hu.to(tl.int64) * N * D, scores, dprobs, probs, ds, part,
+                    dv + hu.to(tl.int64) * N * D, dk + hu.to(tl.int64) * N * D,
+                    scores, scores1, dprobs, dprobs1, probs, ds, part,
                     stride_qn, stride_vn, stride_dn,
                     _packed(q0, N, 0, MI, BT, D), _input(k0, N, stride_kn, (u + 1) * KG, KG, D),
                     u, (u + GROUPS - 1) % GROUPS, True, 0, 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
                 )  # fmt: skip
                 _cube_step(
-                    b_qa, b_k, q0, v0, do0, q0, do0, dv0, dk0, scores, dprobs, probs, ds, part,
+                    b_qa, b_k, q0, v0, do0, q0, do0, dv0, dk0, scores, scores1, dprobs, dprobs1, probs, ds, part,
                     stride_qn, stride_vn, stride_dn,
                     _packed(q0, N, 0, MI, BT, D), _input(k0, N, stride_kn, u * KG, KG, D),
                     u + 1, u, False, 0, 0, N, KG, BT, MI, KP, AHEAD, SPLIT, KQ, D, FOLD,
@@ -1206,6 +1217,8 @@ _PIPELINES: dict[tuple[int, bool], dict[str, int]] = {
     }.items()
 }
 _PIPELINE_LENGTHS = (1024,)
+# The order of the scratch among the kernel's arguments; some have two names there.
+_SCRATCH_NAMES = ("delta", "scores", "scores", "dprobs", "dprobs", "probs", "ds", "part", "dq_part")
 _PIPELINE_OPTIONS = {
     "disable_auto_inject_block_sync": True,  # the events in the kernel are the whole hand-over
     "sync_solver": False,  # the default solver lets every product wait for the last one
@@ -1263,14 +1276,14 @@ def _backward_pipeline(dout, q, k, v, out, lse, causal, scale, cores):
     dq, dk, dv = (torch.empty((z, h, n, d), dtype=q.dtype, device=q.device) for _ in range(3))
     fold = _PIPELINES[d, causal]["FOLD"] and _folds(scale)
     # dq reads whole blocks of dS on the diagonal, of which tiles above it are never written.
-    scratch = [
-        (torch.zeros if name == "ds" and causal else torch.empty)(
+    scratch = {
+        name: (torch.zeros if name == "ds" and causal else torch.empty)(
             elements, dtype=q.dtype if name in ("probs", "ds") else torch.float32, device=q.device
         )
         for name, elements in pipeline_scratch(n, d, causal, cores, scale).items()
-    ]
+    }
     attention_bwd_kernel_pipeline[(cores,)](
-        q, k, v, out, dout, lse, dq, dk, dv, *scratch,
+        q, k, v, out, dout, lse, dq, dk, dv, *(scratch[name] for name in _SCRATCH_NAMES),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dout.stride()[:3],
         scale, h, z * h, CAUSAL=causal, N=n, D=d, **_PIPELINES[d, causal] | {"FOLD": int(fold)},
         **_PIPELINE_OPTIONS,

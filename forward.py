@@ -239,7 +239,7 @@ def _packed(base, N, row, B: tl.constexpr, F: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _softmax_rows(
-    scores, probs, stats, scale, r,
+    scores, probs, stats, stats1, scale, r,
     BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """exp((s - m) scale) of R rows of a group of scores; m and the row sums go to `stats`."""
@@ -249,13 +249,13 @@ def _softmax_rows(
     # The small stores come before the large one: the next rows wait for them only.
     tl.store(_rows(stats, BM, r, R), b_m)
     b_p = tl.exp((b_s - b_m[:, None]) * scale)
-    tl.store(_rows(stats + BM, BM, r, R), tl.sum(b_p, 1))
+    tl.store(_rows(stats1 + BM, BM, r, R), tl.sum(b_p, 1))
     tl.store(_tile(probs, BM, KG, r, 0, R, KG), b_p.to(probs.type.element_ty))
 
 
 @triton.jit
 def _softmax_causal(
-    scores, probs, stats, b_bias0, b_bias1, seen, keys, scale, r,
+    scores, probs, probs1, stats, stats1, b_bias0, b_bias1, seen, keys, scale, r,
     BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """The same for 2 R rows that see `seen` of `keys` columns, the last 2 R of which take `bias`
@@ -288,32 +288,32 @@ def _softmax_causal(
     b_m0 = tl.max(b_e0, 1)
     b_m1 = tl.max(b_e1, 1)
     tl.store(_rows(stats, BM, r, R), b_m0)
-    tl.store(_rows(stats, BM, r1, R), b_m1)
+    tl.store(_rows(stats1, BM, r1, R), b_m1)
     if KEEP:
         b_l0 = tl.exp((b_x0 - b_m0[:, None]) * scale)
         tl.store(_tile(probs, BM, KG, r, body, R, C), b_l0.to(probs.type.element_ty))
         b_l1 = tl.exp((b_x1 - b_m1[:, None]) * scale)
-        tl.store(_tile(probs, BM, KG, r1, body, R, C), b_l1.to(probs.type.element_ty))
+        tl.store(_tile(probs1, BM, KG, r1, body, R, C), b_l1.to(probs.type.element_ty))
         b_p0 = tl.exp((b_t0 - b_m0[:, None]) * scale)
         b_l0 += b_p0
         tl.store(_tile(probs, BM, KG, r, seen - C, R, C), b_p0.to(probs.type.element_ty))
         b_p1 = tl.exp((b_t1 - b_m1[:, None]) * scale)
         b_l1 += b_p1
-        tl.store(_tile(probs, BM, KG, r1, seen - C, R, C), b_p1.to(probs.type.element_ty))
+        tl.store(_tile(probs1, BM, KG, r1, seen - C, R, C), b_p1.to(probs.type.element_ty))
     else:
         b_l0 = tl.exp((b_t0 - b_m0[:, None]) * scale)
         tl.store(_tile(probs, BM, KG, r, body, R, C), b_l0.to(probs.type.element_ty))
         b_l1 = tl.exp((b_t1 - b_m1[:, None]) * scale)
-        tl.store(_tile(probs, BM, KG, r1, body, R, C), b_l1.to(probs.type.element_ty))
+        tl.store(_tile(probs1, BM, KG, r1, body, R, C), b_l1.to(probs.type.element_ty))
     for c in range(0, body, C):
         b_p0 = tl.exp((tl.load(_tile(scores, BM, KG, r, c, R, C)) - b_m0[:, None]) * scale)
         b_l0 += b_p0
         tl.store(_tile(probs, BM, KG, r, c, R, C), b_p0.to(probs.type.element_ty))
         b_p1 = tl.exp((tl.load(_tile(scores, BM, KG, r1, c, R, C)) - b_m1[:, None]) * scale)
         b_l1 += b_p1
-        tl.store(_tile(probs, BM, KG, r1, c, R, C), b_p1.to(probs.type.element_ty))
+        tl.store(_tile(probs1, BM, KG, r1, c, R, C), b_p1.to(probs.type.element_ty))
     tl.store(_rows(stats + BM, BM, r, R), tl.sum(b_l0, 1))
-    tl.store(_rows(stats + BM, BM, r1, R), tl.sum(b_l1, 1))
+    tl.store(_rows(stats1 + BM, BM, r1, R), tl.sum(b_l1, 1))
     for c in range(seen, keys, C):
         for z in range(0, C, 32):  # a small tile: it is kept on chip
             tl.store(_tile(probs, BM, KG, r + z, c, 32, C), tl.zeros([32, C], probs.type.element_ty))
@@ -337,7 +337,7 @@ def _weights(stats, stats_before, scale, r, BM: tl.constexpr, RO: tl.constexpr):
 
 @triton.jit
 def attention_fwd_kernel_pipeline(
-    q, k, v, out, lse, scaled, scores, probs, partial, stats, bias,
+    q, k, v, out, lse, scaled, scores, scores1, probs, probs1, partial, stats, stats1, bias,
     stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on,
     scale, H, TILES, N,
@@ -385,10 +385,13 @@ def attention_fwd_kernel_pipeline(
     blocks = N // BM
     scaled += pid * BM * D
     scores += pid * 2 * BM * KG
+    scores1 += pid * 2 * BM * KG
     probs += pid * 2 * BM * KG
+    probs1 += pid * 2 * BM * KG
     partial += pid * PARTIALS * BM * D
     acc = partial + 2 * BM * D
     stats += pid * (SLOTS + 2) * 2 * BM
+    stats1 += pid * (SLOTS + 2) * 2 * BM
     running = stats + SLOTS * 2 * BM
     items = (last - first) * (N // KG)
     if CAUSAL:
@@ -421,6 +424,7 @@ def attention_fwd_kernel_pipeline(
                 q_head = _head(q, i_head, H, stride_qz, stride_qh)
                 k_head = _head(k, i_head, H, stride_kz, stride_kh)
                 scores_slot = scores + i % 2 * BM * KG
+                scores_slot1 = scores1 + i % 2 * BM * KG
                 if FOLD:
                     _sync_wait("vector", "cube", 3)
                     b_q = tl.load(_tile(scaled, BH, HALVES * D, 0, 0, BH, HALVES * D))
@@ -445,11 +449,11 @@ def attention_fwd_kernel_pipeline(
                             tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
                             if i_g * KG + n + BN < row + BM:  # else hidden from all rows
                                 b_s1 = tl.dot(b_q, tl.trans(tl.load(p_k1)))  # [BH, BN]
-                                tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
+                                tl.store(_tile(scores_slot1, BM, KG, 0, n + BN, BH, BN), b_s1)
                         else:
                             b_s1 = tl.dot(b_q, tl.trans(tl.load(p_k1)))  # [BH, BN]
                             tl.store(_tile(scores_slot, BM, KG, 0, n, BH, BN), b_s0)
-                            tl.store(_tile(scores_slot, BM, KG, 0, n + BN, BH, BN), b_s1)
+                            tl.store(_tile(scores_slot1, BM, KG, 0, n + BN, BH, BN), b_s1)
                     else:
                         b_k = tl.load(_packed(k_head, N, i_g * KG + n, BN, F, D))  # [BN, F D]
                         for f in tl.static_range(F):
@@ -458,7 +462,8 @@ def attention_fwd_kernel_pipeline(
                                 b_s1 = tl.dot(_columns(b_q, h * D + D, BH, D), tl.trans(_columns(b_k, f * D, BN, D)))
                                 # [BH, BN]: rows h, h + HALVES, ...
                                 tl.store(_tile(scores_slot, BH, HALVES * KG, 0, h * KG + n + f * BN, BH, BN), b_s0)
-                                tl.store(_tile(scores_slot, BH, HALVES * KG, 0, h * KG + KG + n + f * BN, BH, BN), b_s1)
+                                p_s1 = _tile(scores_slot1, BH, HALVES * KG, 0, h * KG + KG + n + f * BN, BH, BN)
+                                tl.store(p_s1, b_s1)
                 _sync_set("cube", "vector", 0)
                 _sync_wait("cube", "vector", 0)
                 if FOLD:
@@ -470,7 +475,9 @@ def attention_fwd_kernel_pipeline(
                     _scale_rows(q_head1, scaled, scale, _block(i_t1, blocks, CAUSAL) * BM, stride_qn, N, BM, D, RQ)
                     _sync_set("vector", "cube", 3)
                 probs_slot = probs + i % 2 * BM * KG
+                probs_slot1 = probs1 + i % 2 * BM * KG
                 stats_slot = stats + i % SLOTS * 2 * BM
+                stats_slot1 = stats1 + i % SLOTS * 2 * BM
                 if CAUSAL:
                     for r in range(0, BM, 2 * R):
                         visible = row + r + 2 * R - i_g * KG
@@ -480,12 +487,13 @@ def attention_fwd_kernel_pipeline(
                             b_bias0 = tl.load(_tile(bias + shown * 4 * R * R, 2 * R, 2 * R, 0, 0, R, 2 * R))
                             b_bias1 = tl.load(_tile(bias + shown * 4 * R * R, 2 * R, 2 * R, R, 0, R, 2 * R))
                         _softmax_causal(
-                            scores_slot, probs_slot, stats_slot, b_bias0, b_bias1, seen, keys, factor, r,
+                            scores_slot, probs_slot, probs_slot1, stats_slot, stats_slot1,
+                            b_bias0, b_bias1, seen, keys, factor, r,
                             BM, KG, R, KEEP,
                         )  # fmt: skip
                 else:
                     for r in range(0, BM, R):
-                        _softmax_rows(scores_slot, probs_slot, stats_slot, factor, r, BM, KG, R)
+                        _softmax_rows(scores_slot, probs_slot, stats_slot, stats_slot1, factor, r, BM, KG, R)
                 _sync_set("vector", "cube", 1)
             if i > 0:
                 i_head0 = i_t0 // blocks
@@ -544,7 +552,10 @@ def attention_fwd_kernel_pipeline(
                     stats_before = stats + slot * 2 * BM
                     closes = (i_g0 == groups - 1).to(tl.int32)
                     merges = (1 - closes) * (i_g0 > 0).to(tl.int32)
-                    for r in range(0, BM * merges, RO):
+                    merged_rows = 0
+                    if PARTIALS > 2:  # a third group merges with what two have left
+                        merged_rows = BM * merges
+                    for r in range(0, merged_rows, RO):
                         b_m, b_l, b_f0, b_f1 = _weights(stats_slot0, stats_before, factor, r, BM, RO)
                         tl.store(_rows(running, BM, r, RO), b_m)
                         tl.store(_rows(running + BM, BM, r, RO), b_l)
@@ -837,6 +848,10 @@ def _scratch(settings, n, d, causal, dtype, cores) -> dict[str, tuple[tuple[int,
     }
 
 
+# The order of the scratch among the kernel's arguments; some have two names there.
+_SCRATCH_NAMES = ("scaled", "scores", "scores", "probs", "probs", "partial", "stats", "stats")
+
+
 def _bytes_of(scratch: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in scratch.values())
 
@@ -921,7 +936,7 @@ def _forward_pipeline(q, k, v, causal, scale, cores, settings):
         scratch["stats"][:, 6, 1] = 0
     attention_fwd_kernel_pipeline[(cores,)](
         q, k, v, out, lse,
-        *scratch.values(), _causal_bias(2 * settings["R"], q.device),
+        *(scratch[name] for name in _SCRATCH_NAMES), _causal_bias(2 * settings["R"], q.device),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         scale, h, z * h * n // (settings["HALVES"] * settings["BH"]), n,
         CAUSAL=causal, GROUPS=groups, FOLD=fold, PARTIALS=scratch["partial"].shape[1],

@@ -28,15 +28,24 @@ _TORCH_NAMES = {
 }
 
 
-def tensor_view(name: str, tensor: torch.Tensor) -> View:
-    """The memory behind a CPU tensor, from its first element to the end of its storage."""
+def tensor_view(name: str, tensor: torch.Tensor, memories: dict[int, Memory] | None = None) -> View:
+    """The memory behind a CPU tensor, from its first element to the end of its storage.
+
+    Arguments that share a storage share a memory: `memories` holds those of the launch by the
+    address of their storage.
+    """
     dtype = _TORCH_NAMES.get(tensor.dtype)
     if dtype is None:
         raise LaunchError(f"argument {name}: dtype {tensor.dtype} is not supported")
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
     data = flat.numpy()
-    memory = Memory(f"tensor {name}", "gm", data=data)
+    memories = {} if memories is None else memories
+    memory = memories.get(storage.data_ptr())
+    if memory is None:
+        memory = memories[storage.data_ptr()] = Memory(f"tensor {name}", "gm", data=data)
+    else:
+        memory.name += f", {name}"
     offset = int(tensor.storage_offset()) * tensor.element_size()
     return View(memory, dtype, offset, ((len(data) - offset) // tensor.element_size(),), (1,))
 
@@ -67,8 +76,9 @@ def launch(
         from .timing import time_launch
 
         return time_launch(program, arguments, grid, state)
+    memories: dict[int, Memory] = {}
     values = [
-        tensor_view(name, value) if type_.startswith("*") else scalar_value(type_, value)
+        tensor_view(name, value, memories) if type_.startswith("*") else scalar_value(type_, value)
         for name, type_, value in arguments
     ]
     capture = state.options.get("capture")

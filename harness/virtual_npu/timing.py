@@ -18,6 +18,8 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .costs import Costs
 from .driver import KernelRun, State
 from .errors import DeadlockError, LaunchError, UnknownOpError
@@ -936,7 +938,7 @@ class Timed:
     def cycles_of(self, step: Step) -> float:
         """Cycles that one execution of a step keeps its pipe busy."""
         factor = self.kl if step.pipe in ("MTE3", "FIX") else self.ka[step.argument]
-        return step.cycles + step.moving * (factor - 1.0) if step.moving else step.cycles
+        return step.cycles + step.moving * (factor - 1.0)
 
 
 class Timer:
@@ -1027,6 +1029,7 @@ def time_launch(
     constants = timer.costs.constants
     values = [None if type_.startswith("*") else scalar_value(type_, value) for _, type_, value in arguments]
     per_core = _arguments(program, values, grid)
+    places = _arguments(program, [_place(value) for _, _, value in arguments], grid)
     blocks = math.prod(grid)
     units = state.cores * (constants["chip"]["vector_cores"] if program.vector_only else 1)
     active = min(blocks, units)
@@ -1042,7 +1045,7 @@ def time_launch(
     share = (
         {int(key): float(value) for key, value in known.items()}
         if known is not None
-        else _hbm_share(program, timer, per_core, blocks, units)
+        else _hbm_share(program, timer, per_core, places, blocks, units)
     )
     shared = constants["shared"]
     offered = (traffic["read"] + traffic["write"]) * active / first.cycles if first.cycles else 0.0
@@ -1117,34 +1120,50 @@ def _busiest(program: Program, timer: Timer, arguments: dict[str, list[Any]], bl
     return best
 
 
+def _place(tensor: Any) -> tuple[int, int] | None:
+    """A tensor's storage and its first byte there: two arguments may name the same bytes."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * tensor.element_size()
+
+
 def _hbm_share(
-    program: Program, timer: Timer, arguments: dict[str, list[Any]], blocks: int, units: int
+    program: Program,
+    timer: Timer,
+    arguments: dict[str, list[Any]],
+    places: dict[str, list[tuple[int, int] | None]],
+    blocks: int,
+    units: int,
 ) -> dict[int, float]:
-    """For each argument the share of its read bytes that L2 does not hold.
+    """For each argument the share of its read bytes that L2 does not hold; `places`: where
+    each argument's bytes lie (`_place`).
 
     The cores run in step, so their touches are merged by progress and go through one L2
     of least-recently-used chunks. Compulsory and capacity misses both come out of this.
     """
     codes = {core: compile_timing(f, timer.costs, FootprintLowering) for core, f in program.functions.items()}
-    merged: list[tuple[float, int, int, int, bool]] = []
+    merged: list[tuple[float, int, int, int, int, bool]] = []
     for unit in range(min(units, blocks)):
         for kind, code in codes.items():
+            homes = [place or (-index, 0) for index, place in enumerate(places[kind], 1)]
             core = TimedCore(code, kind, 0)
             for block in range(unit, blocks, units):
                 for _ in code.run(core, block, blocks, 0, 1.0, None, *arguments[kind]):
                     pass
             total = len(core.touches)
-            merged += [((i + 0.5) / total, *touch) for i, touch in enumerate(core.touches)]
+            for i, (argument, offset, size, write) in enumerate(core.touches):
+                home, base = homes[argument]
+                merged.append(((i + 0.5) / total, argument, home, base + offset, size, write))
     merged.sort(key=lambda touch: touch[0])
     capacity = timer.costs.constants["memory"]["l2_bytes"] // L2_CHUNK
     cache: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
     read: dict[int, float] = {}
     missed: dict[int, float] = {}
-    for _, argument, offset, size, write in merged:
+    for _, argument, home, offset, size, write in merged:
         end = offset + size
         for chunk in range(offset // L2_CHUNK, (end - 1) // L2_CHUNK + 1):
             low, high = max(offset, chunk * L2_CHUNK), min(end, (chunk + 1) * L2_CHUNK)
-            key = (argument, chunk)
+            key = (home, chunk)
             held = cache.get(key)
             if held is None:
                 absent, union = high - low, (low, high)
