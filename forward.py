@@ -239,23 +239,25 @@ def _packed(base, N, row, B: tl.constexpr, F: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _softmax_rows(
-    scores, probs, stats, stats1, scale, r,
+    scores, probs, stats, sums, scale, r,
     BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """exp((s - m) scale) of R rows of a group of scores; m and the row sums go to `stats`."""
+    """exp((s - m) scale) of R rows of a group of scores; m and the row sums go to `stats`, here
+    also `sums`."""
     b_s = tl.load(_tile(scores, BM, KG, r, 0, R, KG))  # [R, KG]
     _hint(b_s, "hivm.multi_buffer", 2)  # in a mixed kernel only the cube's loads are double-buffered by default
     b_m = tl.max(b_s, 1)
     # The small stores come before the large one: the next rows wait for them only.
     tl.store(_rows(stats, BM, r, R), b_m)
     b_p = tl.exp((b_s - b_m[:, None]) * scale)
-    tl.store(_rows(stats1 + BM, BM, r, R), tl.sum(b_p, 1))
+    tl.store(_rows(sums + BM, BM, r, R), tl.sum(b_p, 1))
     tl.store(_tile(probs, BM, KG, r, 0, R, KG), b_p.to(probs.type.element_ty))
 
 
 @triton.jit
 def _softmax_causal(
-    scores, probs, probs1, stats, stats1, b_bias0, b_bias1, seen, keys, scale, r,
+    scores, probs, probs1, probs2, probs3, stats, stats1, sums, sums1,
+    b_bias0, b_bias1, seen, keys, scale, r,
     BM: tl.constexpr, KG: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """The same for 2 R rows that see `seen` of `keys` columns, the last 2 R of which take `bias`
@@ -308,15 +310,15 @@ def _softmax_causal(
     for c in range(0, body, C):
         b_p0 = tl.exp((tl.load(_tile(scores, BM, KG, r, c, R, C)) - b_m0[:, None]) * scale)
         b_l0 += b_p0
-        tl.store(_tile(probs, BM, KG, r, c, R, C), b_p0.to(probs.type.element_ty))
+        tl.store(_tile(probs2, BM, KG, r, c, R, C), b_p0.to(probs.type.element_ty))
         b_p1 = tl.exp((tl.load(_tile(scores, BM, KG, r1, c, R, C)) - b_m1[:, None]) * scale)
         b_l1 += b_p1
-        tl.store(_tile(probs1, BM, KG, r1, c, R, C), b_p1.to(probs.type.element_ty))
-    tl.store(_rows(stats + BM, BM, r, R), tl.sum(b_l0, 1))
-    tl.store(_rows(stats1 + BM, BM, r1, R), tl.sum(b_l1, 1))
+        tl.store(_tile(probs3, BM, KG, r1, c, R, C), b_p1.to(probs.type.element_ty))
+    tl.store(_rows(sums + BM, BM, r, R), tl.sum(b_l0, 1))
+    tl.store(_rows(sums1 + BM, BM, r1, R), tl.sum(b_l1, 1))
     for c in range(seen, keys, C):
         for z in range(0, C, 32):  # a small tile: it is kept on chip
-            tl.store(_tile(probs, BM, KG, r + z, c, 32, C), tl.zeros([32, C], probs.type.element_ty))
+            tl.store(_tile(probs2, BM, KG, r + z, c, 32, C), tl.zeros([32, C], probs.type.element_ty))
 
 
 @triton.jit
@@ -337,7 +339,8 @@ def _weights(stats, stats_before, scale, r, BM: tl.constexpr, RO: tl.constexpr):
 
 @triton.jit
 def attention_fwd_kernel_pipeline(
-    q, k, v, out, lse, scaled, scores, scores1, probs, probs1, partial, stats, stats1, bias,
+    q, k, v, out, lse, scaled, scaled1, scores, scores1, probs, probs1, probs2, probs3, partial,
+    stats, stats1, sums, sums1, bias,
     stride_qz, stride_qh, stride_qn, stride_kz, stride_kh, stride_kn,
     stride_vz, stride_vh, stride_vn, stride_oz, stride_oh, stride_on,
     scale, H, TILES, N,
@@ -373,6 +376,11 @@ def attention_fwd_kernel_pipeline(
     Each program takes a run of query blocks, of equal length to one block; GROUPS says
     that a block can have more than one group.
 
+    Scratch has several names (scores1; probs1 to probs3; stats1, sums, sums1; scaled1: the same
+    tensors): bishengir waits between any two stores to one argument, though they go to different
+    bytes. So stores that follow each other go through different arguments. It sees no order
+    between those, so what is loaded on the core that stored it must be ordered by events.
+
     A causal item ends with the last keys that its rows see (rounded up to WP); `bias` [2, 2 R, 2 R]
     hides what is above the diagonal, or nothing.
     """
@@ -384,14 +392,19 @@ def attention_fwd_kernel_pipeline(
     last = (pid + 1) * TILES // tl.num_programs(0)
     blocks = N // BM
     scaled += pid * BM * D
+    scaled1 += pid * BM * D
     scores += pid * 2 * BM * KG
     scores1 += pid * 2 * BM * KG
     probs += pid * 2 * BM * KG
     probs1 += pid * 2 * BM * KG
+    probs2 += pid * 2 * BM * KG
+    probs3 += pid * 2 * BM * KG
     partial += pid * PARTIALS * BM * D
     acc = partial + 2 * BM * D
     stats += pid * (SLOTS + 2) * 2 * BM
     stats1 += pid * (SLOTS + 2) * 2 * BM
+    sums += pid * (SLOTS + 2) * 2 * BM
+    sums1 += pid * (SLOTS + 2) * 2 * BM
     running = stats + SLOTS * 2 * BM
     items = (last - first) * (N // KG)
     if CAUSAL:
@@ -406,7 +419,7 @@ def attention_fwd_kernel_pipeline(
     if FOLD:
         if items > 0:
             q_head1 = _head(q, first // blocks, H, stride_qz, stride_qh)
-            _scale_rows(q_head1, scaled, scale, _block(first, blocks, CAUSAL) * BM, stride_qn, N, BM, D, RQ)
+            _scale_rows(q_head1, scaled1, scale, _block(first, blocks, CAUSAL) * BM, stride_qn, N, BM, D, RQ)
             _sync_set("vector", "cube", 3)
     if CAUSAL and not GROUPS:  # once
         b_bias0 = tl.load(_tile(bias, 2 * R, 2 * R, 0, 0, R, 2 * R))
@@ -474,10 +487,8 @@ def attention_fwd_kernel_pipeline(
                     q_head1 = _head(q, i_t1 // blocks, H, stride_qz, stride_qh)
                     _scale_rows(q_head1, scaled, scale, _block(i_t1, blocks, CAUSAL) * BM, stride_qn, N, BM, D, RQ)
                     _sync_set("vector", "cube", 3)
-                probs_slot = probs + i % 2 * BM * KG
-                probs_slot1 = probs1 + i % 2 * BM * KG
-                stats_slot = stats + i % SLOTS * 2 * BM
-                stats_slot1 = stats1 + i % SLOTS * 2 * BM
+                probs_at = i % 2 * BM * KG
+                stats_at = i % SLOTS * 2 * BM
                 if CAUSAL:
                     for r in range(0, BM, 2 * R):
                         visible = row + r + 2 * R - i_g * KG
@@ -487,13 +498,16 @@ def attention_fwd_kernel_pipeline(
                             b_bias0 = tl.load(_tile(bias + shown * 4 * R * R, 2 * R, 2 * R, 0, 0, R, 2 * R))
                             b_bias1 = tl.load(_tile(bias + shown * 4 * R * R, 2 * R, 2 * R, R, 0, R, 2 * R))
                         _softmax_causal(
-                            scores_slot, probs_slot, probs_slot1, stats_slot, stats_slot1,
+                            scores_slot, probs + probs_at, probs1 + probs_at, probs2 + probs_at, probs3 + probs_at,
+                            stats + stats_at, stats1 + stats_at, sums + stats_at, sums1 + stats_at,
                             b_bias0, b_bias1, seen, keys, factor, r,
                             BM, KG, R, KEEP,
                         )  # fmt: skip
                 else:
                     for r in range(0, BM, R):
-                        _softmax_rows(scores_slot, probs_slot, stats_slot, stats_slot1, factor, r, BM, KG, R)
+                        _softmax_rows(
+                            scores_slot, probs + probs_at, stats + stats_at, sums + stats_at, factor, r, BM, KG, R
+                        )
                 _sync_set("vector", "cube", 1)
             if i > 0:
                 i_head0 = i_t0 // blocks
@@ -558,7 +572,7 @@ def attention_fwd_kernel_pipeline(
                     for r in range(0, merged_rows, RO):
                         b_m, b_l, b_f0, b_f1 = _weights(stats_slot0, stats_before, factor, r, BM, RO)
                         tl.store(_rows(running, BM, r, RO), b_m)
-                        tl.store(_rows(running + BM, BM, r, RO), b_l)
+                        tl.store(_rows(sums + (SLOTS * 2 + 1) * BM, BM, r, RO), b_l)
                         b_o0 = tl.load(_tile(before, BM, D, r, 0, RO, D))
                         b_o1 = tl.load(_tile(partial_slot, BM, D, r, 0, RO, D))
                         tl.store(_tile(acc, BM, D, r, 0, RO, D), b_o0 * b_f0[:, None] + b_o1 * b_f1[:, None])
@@ -849,7 +863,7 @@ def _scratch(settings, n, d, causal, dtype, cores) -> dict[str, tuple[tuple[int,
 
 
 # The order of the scratch among the kernel's arguments; some have two names there.
-_SCRATCH_NAMES = ("scaled", "scores", "scores", "probs", "probs", "partial", "stats", "stats")
+_SCRATCH_NAMES = ("scaled",) * 2 + ("scores",) * 2 + ("probs",) * 4 + ("partial",) + ("stats",) * 4
 
 
 def _bytes_of(scratch: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:

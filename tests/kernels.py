@@ -123,3 +123,12 @@ def halves_kernel(x, out, TILES, BLOCK: tl.constexpr):
         p_second = tl.make_block_ptr(x, (TILES * BLOCK + BLOCK,), (1,), (t * BLOCK + BLOCK // 2,), (BLOCK,), (0,))
         p_out = tl.make_block_ptr(out, (BLOCK,), (1,), (0,), (BLOCK,), (0,))
         tl.store(p_out, tl.load(p_first) + tl.load(p_second))
+
+
+@triton.jit
+def two_names_kernel(x, here, there, out, BLOCK: tl.constexpr):
+    """out = x + 1 by way of scratch that is stored through `here` and loaded through `there`:
+    bishengir orders accesses through one argument only."""
+    offsets = tl.arange(0, BLOCK)
+    tl.store(here + offsets, tl.load(x + offsets) + 1.0)
+    tl.store(out + offsets, tl.load(there + offsets))

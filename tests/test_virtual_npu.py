@@ -75,6 +75,23 @@ def test_missing_answer_shows_in_the_values_too(release, rng, poisoned) -> None:
     assert run_handover(rng, poisoned, release=release, sets=False, schedule="cube-first") > 0.01
 
 
+def test_arguments_of_one_tensor_are_one_memory(release, rng, poisoned) -> None:
+    """A store through one argument and a load through another one of the same tensor: the compiler
+    puts no order between them, and the hazard check, which took each argument for a memory of
+    its own, saw none missing. An argument may also begin within the tensor."""
+    n = 256
+    x, scratch, out = torch.randn(n, generator=rng), poisoned(2 * n), poisoned(n)
+    for here, there in ((scratch, scratch), (scratch[n // 2 :], scratch[: 2 * n - 64])):
+        with (
+            virtual_npu.run(release=release, hazards=True),
+            pytest.raises(virtual_npu.HazardError, match=r"race on bytes .* of tensor here, there: .*kernels\.py:\d+"),
+        ):
+            kernels.two_names_kernel[(1,)](x, here, there, out, n)
+    with virtual_npu.run(release=release, hazards=True):  # parts that do not meet
+        kernels.two_names_kernel[(1,)](x, scratch[:n], torch.cat([x, x])[n:], out, n)
+    assert torch.equal(out, x)
+
+
 @pytest.mark.parametrize("hazards", [False, True])
 def test_a_buffer_overwritten_while_it_is_needed(hazards, rng, poisoned) -> None:
     """A wrong memory plan: the tile of x is placed where that of y comes to lie, and every order is kept.
@@ -137,7 +154,7 @@ def test_reading_past_the_end_names_tensor_and_bytes() -> None:
         kernels.add_unmasked_kernel[(1,)](x, x, out, 128)
     text = str(caught.value)
     assert text.startswith("add_unmasked_kernel: hivm.hir.load at kernels.py:")
-    assert "tensor x (400 bytes): bytes 0 to 512 are accessed" in text
+    assert "tensor x, y (400 bytes): bytes 0 to 512 are accessed" in text  # one tensor, passed twice
 
 
 def test_a_tile_that_does_not_fit_gives_the_compilers_message(release) -> None:
@@ -219,3 +236,16 @@ def test_a_program_that_reads_its_tiles_twice_finds_them_in_l2() -> None:
         kernels.halves_kernel[(40,)](x, out, tiles, block)
     (share,) = record.kernels[0].report["hbm_share"].values()  # of the only tensor that is read
     assert share == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize(("offset", "wanted"), [(None, (1.0, 1.0)), (0, (1.0, 0.0)), (1 << 19, (0.5, 1.0))])
+def test_arguments_of_one_tensor_share_l2(offset, wanted) -> None:
+    """What one argument brought into L2, another one of the same tensor finds there; each counted
+    for itself. offset: where in the first argument's tensor the second one begins, in elements
+    (None: it is another tensor)."""
+    n = 1 << 20
+    x = torch.empty(2 * n)
+    y = torch.empty(n) if offset is None else x[offset:]
+    with virtual_npu.run("timing") as record:
+        kernels.add_unmasked_kernel[(n // 1024,)](x, y, torch.empty(n), 1024)
+    assert tuple(record.kernels[0].report["hbm_share"].values()) == pytest.approx(wanted, abs=0.03)

@@ -25,6 +25,7 @@ from ..configs import DTYPES, input_rule
 from ..reference import reference_bwd, reference_fwd, same_precision_bwd, same_precision_fwd
 from ..virtual_npu.driver import run
 from ..virtual_npu.errors import VirtualNPUError
+from .ablation import worst_error
 from .rows import REPOSITORY, Kept, digest, progress, sources
 
 RESULTS = REPOSITORY / "results" / "accuracy.json"
@@ -66,7 +67,7 @@ def points() -> list[Point]:
 
 def relative(actual: torch.Tensor, exact: torch.Tensor) -> float | None:
     """Relative L2 error; None when it is not finite."""
-    error = float((actual.double() - exact).norm() / exact.norm())
+    error = worst_error([actual], [exact])
     return float(f"{error:.4g}") if math.isfinite(error) else None
 
 

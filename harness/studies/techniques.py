@@ -255,6 +255,23 @@ _FORWARD = (
         "the compiler double-buffers the cube's tiles",
         settings={"_PIPELINES": {"MB": 0}},
     ),
+    Technique(
+        "forward",
+        "stores under names of their own",
+        "stores to one tensor go through one argument, so the compiler waits between them",
+        "_SCRATCH_NAMES",
+        edits=(
+            ("_tile(probs1, ", "_tile(probs, "),
+            ("_tile(probs2, ", "_tile(probs, "),
+            ("_tile(probs3, ", "_tile(probs, "),
+            ("_tile(scores_slot1, ", "_tile(scores_slot, "),
+            ("_rows(stats1, ", "_rows(stats, "),
+            ("_rows(sums + ", "_rows(stats + "),
+            ("_rows(sums1 + ", "_rows(stats + "),
+        ),
+        needs="_SCRATCH_NAMES",
+        only=("P1", "P4", "P6"),
+    ),
     _option(
         "forward",
         "events only where written",
@@ -393,6 +410,7 @@ _BACKWARD = (
                 'dtype=q.dtype if name in ("probs", "ds", "scores", "dprobs") else',
             ),
             ("tl.store(_tile(out, F * ", "_store(_tile(out, F * "),
+            ("tl.store(_tile(out1, F * ", "_store(_tile(out1, F * "),
             (
                 "@triton.jit\ndef _products(",
                 "@triton.jit\ndef _store(p, x):\n    tl.store(p, x.to(p.type.element_ty.element_ty))\n\n\n"
@@ -419,20 +437,20 @@ _BACKWARD = (
         "b_da, b_v = _gradient_phase(",
         edits=(
             (
-                "    b_a, b_b, a, out, p_a0, p_a1, p_x0, p_x1, p_n1,\n",
-                "    b_a, b_b, p_b, a, out, p_a0, p_a1, p_x0, p_x1, p_n1,\n",
+                "    b_a, b_b, a, out, out1, p_a0, p_a1, p_x0, p_x1, p_n1,\n",
+                "    b_a, b_b, p_b, a, out, out1, p_a0, p_a1, p_x0, p_x1, p_n1,\n",
             ),
             (
-                "        _products(b_a, b_b, out, row,",
-                "        if EVENT == 4:\n            b_b = tl.load(p_b)\n        _products(b_a, b_b, out, row,",
+                "        _products(b_a, b_b, out, out1, row,",
+                "        if EVENT == 4:\n            b_b = tl.load(p_b)\n        _products(b_a, b_b, out, out1, row,",
             ),
             (
-                "        b_qa, b_k, q0, scores,\n",
-                "        b_qa, b_k, _input(v0, N, stride_vn, g * KG, KG, D), q0, scores,\n",
+                "        b_qa, b_k, q0, scores, scores1,\n",
+                "        b_qa, b_k, _input(v0, N, stride_vn, g * KG, KG, D), q0, scores, scores1,\n",
             ),
             (
-                "        b_da, b_v, do0, dprobs,\n",
-                "        b_da, b_v, _input(v0, N, stride_vn, g * KG, KG, D), do0, dprobs,\n",
+                "        b_da, b_v, do0, dprobs, dprobs1,\n",
+                "        b_da, b_v, _input(v0, N, stride_vn, g * KG, KG, D), do0, dprobs, dprobs1,\n",
             ),
         ),
         needs=_PIPELINE,
@@ -518,6 +536,15 @@ _BACKWARD = (
         settings={"_PIPELINES": {"R": HALF, "RD": HALF}},
         needs=_PIPELINE,
         dims=(64, 128),
+    ),
+    Technique(
+        "backward",
+        "stores under names of their own",
+        "stores to one tensor go through one argument, so the compiler waits between them",
+        "_SCRATCH_NAMES",
+        edits=(("tl.store(_tile(out1, F * ", "tl.store(_tile(out, F * "),),
+        needs="_SCRATCH_NAMES",
+        only=("C1-fp16", "C2-fp16", "C5-fp16"),
     ),
     _option(
         "backward",
