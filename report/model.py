@@ -97,6 +97,13 @@ def mutation(records: Records) -> str:
     )
     if found.get("share_of_needed"):
         text += f" Of those that the log of a run does not prove redundant: {percent(found['share_of_needed'], 1)}."
+    shares = [
+        f"{name} {percent(group['share'], 1)} of {group['deleted']}"
+        for name, group in found.get("groups", {}).items()
+        if group["deleted"]
+    ]
+    if shares:
+        text += f" By kernels: {', '.join(shares)}."
     header = ["kernel", "deleted", "noticed", "redundant by the log of the run", "never reached", "without evidence"]
     return text + "\n\n" + table(header, rows)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from harness.virtual_npu.redundancy import Cross, Flag, Log, Mark, Touch
 
 from . import kernels
 
+RESULTS = Path(__file__).parents[1] / "results"
 VECTOR, CUBE = "vector core 0", "cube core"
 V, MTE3 = (VECTOR, INDEX["V"]), (VECTOR, INDEX["MTE3"])
 
@@ -326,3 +329,14 @@ def test_one_deletion_without_evidence_fails_the_survey() -> None:
     """The exit status hung on the plain share, which redundant barriers alone can push below any bound."""
     assert surveys.verdict(surveys.totals({"a": _row(120, 98, 22)})) == ""
     assert surveys.verdict(surveys.totals({"a": _row(1000, 999, 0)})).startswith("1 deletions are neither")
+
+
+@pytest.mark.parametrize("group", ["forward", "backward", "textbook"])
+def test_the_record_notices_what_is_promised(group) -> None:
+    """94.2 % of all, 92.7 % of the forward's: the kernels stored to each scratch tensor through one
+    argument, which made the compiler add barriers that order nothing."""
+    record = json.loads((RESULTS / "mutation.json").read_text())
+    assert set(surveys.SUBJECTS) <= set(record["subjects"])
+    found = record["groups"][group]
+    assert found["noticed"] >= surveys.WANTED * found["deleted"]
+    assert found["noticed"] + found["proven"] == found["deleted"]
