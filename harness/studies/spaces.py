@@ -41,8 +41,9 @@ class Shape:
     def inputs(self, heads: int | None = None) -> Inputs:
         """q, k, v, out, dout and lse whose contents do not matter; `heads` replaces z and h."""
         z, h = (self.z, self.h) if heads is None else (1, heads)
-        x = torch.empty(z, h, self.n, self.d, dtype=self.torch_dtype)
-        return dict.fromkeys(("q", "k", "v", "out", "dout"), x) | {"lse": torch.empty(z, h, self.n)}
+        names = ("q", "k", "v", "out", "dout")
+        found = {name: torch.empty(z, h, self.n, self.d, dtype=self.torch_dtype) for name in names}
+        return found | {"lse": torch.empty(z, h, self.n)}
 
 
 @dataclass(frozen=True)
