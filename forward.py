@@ -572,7 +572,7 @@ def attention_fwd_kernel_pipeline(
                     for r in range(0, merged_rows, RO):
                         b_m, b_l, b_f0, b_f1 = _weights(stats_slot0, stats_before, factor, r, BM, RO)
                         tl.store(_rows(running, BM, r, RO), b_m)
-                        tl.store(_rows(sums + (SLOTS * 2 + 1) * BM, BM, r, RO), b_l)
+                        tl.store(_rows(running + BM, BM, r, RO), b_l)
                         b_o0 = tl.load(_tile(before, BM, D, r, 0, RO, D))
                         b_o1 = tl.load(_tile(partial_slot, BM, D, r, 0, RO, D))
                         tl.store(_tile(acc, BM, D, r, 0, RO, D), b_o0 * b_f0[:, None] + b_o1 * b_f1[:, None])

@@ -145,6 +145,7 @@ _FORWARD = (
             ('"scores": ((cores, 2, rows, group), torch.float32)', '"scores": ((cores, 2, rows, group), dtype)'),
             ("BH, BN), b_s0)", "BH, BN), b_s0.to(scores.type.element_ty))"),
             ("BH, BN), b_s1)", "BH, BN), b_s1.to(scores.type.element_ty))"),
+            ("tl.store(p_s1, b_s1)", "tl.store(p_s1, b_s1.to(scores.type.element_ty))"),
         ),
         stds=STDS,
     ),
