@@ -33,17 +33,17 @@ LANES = ("aic_mte2", "aic_mte1", "aic_mac", "aic_fixpipe", "aiv_mte2 0", "aiv_ve
 def before(case: Case, heads: int | None) -> Callable[[], object]:
     """The call of the version that a case is compared with."""
     z, h = (case.z, case.h) if heads is None else (1, heads)
-    x = [torch.empty(z, h, case.n, case.d, dtype=case.torch_dtype) for _ in range(5)]
+    q, k, v, out, dout = (torch.empty(z, h, case.n, case.d, dtype=case.torch_dtype) for _ in range(5))
     scale = input_rule().sm_scale
     if case.suite == "forward":
         from forward import attention_fwd, get_tiling
 
         tile_m, _ = get_tiling(z, h, case.n, case.d, case.causal)
-        return lambda: attention_fwd(*x[:3], case.causal, scale, block_m=tile_m)
+        return lambda: attention_fwd(q, k, v, case.causal, scale, block_m=tile_m)
     from ..textbook import textbook_bwd
 
     lse = torch.empty(z, h, case.n)
-    return lambda: textbook_bwd(*x, lse, case.causal, scale)
+    return lambda: textbook_bwd(dout, q, k, v, out, lse, case.causal, scale)
 
 
 def spans(timed: Timed, low: float, high: float) -> dict[str, list[list[int]]]:

@@ -159,11 +159,11 @@ def case_call(suite: str, case: Case, heads: int | None) -> Callable[[], object]
 
     z, h = (case.z, case.h) if heads is None else (1, heads)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[case.dtype]
-    x = [torch.empty(z, h, case.n, case.d, dtype=dtype) for _ in range(5)]
+    q, k, v, out, dout = (torch.empty(z, h, case.n, case.d, dtype=dtype) for _ in range(5))
     if suite == "forward":
-        return lambda: attention_fwd(*x[:3], case.causal, input_rule().sm_scale)
+        return lambda: attention_fwd(q, k, v, case.causal, input_rule().sm_scale)
     lse = torch.empty(z, h, case.n)
-    return lambda: attention_bwd(*x, lse, case.causal, input_rule().sm_scale)
+    return lambda: attention_bwd(dout, q, k, v, out, lse, case.causal, input_rule().sm_scale)
 
 
 def main() -> None:
