@@ -474,9 +474,9 @@ _BACKWARD = (
             ),
             (
                 "    attention_bwd_kernel_pipeline[(cores,)](\n",
-                "    scratch[0] = torch.empty(z * h * n, dtype=torch.float32, device=q.device)\n"
+                '    scratch["delta"] = torch.empty(z * h * n, dtype=torch.float32, device=q.device)\n'
                 "    attention_bwd_kernel_delta[(_device_counts(q)[1],)](\n"
-                "        out, dout, scratch[0], *out.stride()[:3], *dout.stride()[:3],\n"
+                '        out, dout, scratch["delta"], *out.stride()[:3], *dout.stride()[:3],\n'
                 "        z, h, n, TAIL=False, BM=32, D=d\n"
                 "    )\n"
                 "    attention_bwd_kernel_pipeline[(cores,)](\n",
